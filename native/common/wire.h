@@ -1,0 +1,180 @@
+/* The guest protocol and the zygote protocol, version 1. This file is their definition; src/dsec/wire/ mirrors it and a
+ * test compares the two.
+ *
+ * FRAMES. Everything is little-endian. A frame is a 16 byte header and at most DSEC_MAX_PAYLOAD bytes:
+ *
+ *     u32 size      bytes of payload
+ *     u8  type      enum dsec_frame
+ *     u8  flags     meaning depends on the type
+ *     u16 zero
+ *     u64 op        operation (guest), request (zygote), or 0
+ *
+ * On a SOCK_SEQPACKET one packet is exactly one frame; on a byte stream (a VM's port) frames follow each other.
+ * An unknown type, a nonzero `zero`, a short payload or an unknown flag is a protocol error: the receiver closes the channel
+ * (the guest then waits on its control socket for a fresh one; operations go on).
+ *
+ * FIELDS. Requests (START, SPAWN) and OPSTATE carry a list of fields: u16 tag, u16 zero, u32 length, bytes. Integers in
+ * fields are u64. Repeated tags make lists, in order. Unknown tags are refused (EPROTO): both sides ship together, the
+ * version in HELLO says so. A request longer than one frame continues: all its frames but the last carry DSEC_F_MORE,
+ * the payloads are concatenated; at most DSEC_MAX_REQUEST bytes in all.
+ *
+ * OPERATIONS. The edge numbers them, rising, unique within a sandbox's life (a later edge goes on above the highest that
+ * the guest reports). START with a number that the guest knows is answered with OPSTATE and not run again. The guest keeps an
+ * operation, the output that was not acknowledged, and its result, until RELEASE.
+ *
+ * FLOW CONTROL. For each operation the guest holds at most DSEC_WINDOW bytes of output that were not acknowledged,
+ * both streams together; then it stops reading the pipes. ACK carries absolute offsets. Towards the guest, the edge has at most
+ * DSEC_WINDOW bytes of STDIN in flight that STDIN_ACK did not yet report as written to the process.
+ * Offsets are counted in bytes from the start of the stream, so a duplicate or an overlap after a resync is harmless: the
+ * receiver drops what it has.
+ *
+ * RESYNC. Each edge incarnation gets a fresh channel and sends HELLO first. The guest answers WELCOME, an OPSTATE per
+ * operation it knows, SYNCED, and then every unacknowledged OUT byte again, STARTED/EXIT where they happened, and goes on live.
+ * A guest without a channel keeps running operations (their output waits in the window).
+ */
+#ifndef DSEC_WIRE_H
+#define DSEC_WIRE_H
+
+#define DSEC_PROTOCOL_VERSION 1
+#define DSEC_HEADER_SIZE 16
+#define DSEC_MAX_PAYLOAD 65552            /* 64 KiB of data and the u64 offset before it, rounded up */
+#define DSEC_MAX_DATA 65536               /* data bytes in one OUT or STDIN frame */
+#define DSEC_MAX_REQUEST (4u << 20)
+#define DSEC_WINDOW (256u << 10)
+#define DSEC_MAX_OPS 1024                 /* live and unreleased operations of one guest; above: REFUSED EAGAIN */
+#define DSEC_MAX_KEY 128
+
+enum dsec_frame {
+    /* edge -> guest */
+    DSEC_HELLO = 1,        /* u16 version, u16 0, u32 0, u64 incarnation (random) */
+    DSEC_START = 2,        /* op; fields; DSEC_F_MORE */
+    DSEC_STDIN = 3,        /* op; u64 offset, bytes; DSEC_F_EOF: no more after these bytes */
+    DSEC_ACK = 4,          /* op; u64 stdout offset, u64 stderr offset: everything below may be forgotten */
+    DSEC_SIGNAL = 5,       /* op; u32 signal, u32 scope: 0 the leader, 1 its process group, 2 everything the command started
+                              (2 only with SIGKILL: cgroup.kill, double forks included) */
+    DSEC_RELEASE = 6,      /* op: forget it. A running one is first killed whole. */
+    DSEC_PING = 7,         /* u64 token */
+
+    /* guest -> edge */
+    DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */
+    DSEC_OPSTATE = 66,     /* op; fields (TAG_KEY, TAG_KIND, TAG_STATE, TAG_PID, TAG_STDIN_OFFSET, TAG_*_BASE, TAG_*_END) */
+    DSEC_SYNCED = 67,      /* empty */
+    DSEC_STARTED = 68,     /* op; u32 pid (inside), u32 0: exec succeeded, or the file call's child runs */
+    DSEC_OUT = 69,         /* op; flags: DSEC_F_STDERR; u64 offset, bytes */
+    DSEC_STDIN_ACK = 70,   /* op; u64 offset: bytes below were written to the process (or dropped, as it closed its stdin) */
+    DSEC_EXIT = 71,        /* op; struct below, 64 bytes. Comes after the last OUT was queued. */
+    DSEC_REFUSED = 72,     /* op; u32 errno, u32 0, UTF-8 message: START or a later frame of this op was not accepted */
+    DSEC_PONG = 73,        /* u64 token, u64 realtime ns in the guest */
+
+    /* edge -> zygote (op is the request's number, echoed in the answer) */
+    DSEC_Z_HELLO = 129,    /* u16 version, u16 0, u32 0 -> Z_WELCOME, then a Z_SANDBOX per live sandbox, a Z_EXITED per ended, Z_SYNCED */
+    DSEC_Z_SPAWN = 130,    /* fields; DSEC_F_MORE -> Z_SPAWNED + SCM_RIGHTS {channel, pidfd}, or Z_FAILED */
+    DSEC_Z_ATTACH = 131,   /* sandbox id, bytes -> Z_ATTACHED + SCM_RIGHTS {channel, pidfd}, or Z_FAILED */
+    DSEC_Z_FORGET = 132,   /* sandbox id of an ended sandbox: its exit is on record -> Z_OK */
+    DSEC_Z_SHUTDOWN = 133, /* kill all sandboxes, wait for them, exit -> Z_OK, then the socket closes */
+
+    /* zygote -> edge */
+    DSEC_Z_WELCOME = 193,  /* u16 version, u16 0, u32 pid, u64 epoch (random at start, never 0), u32 live, u32 ended */
+    DSEC_Z_SANDBOX = 194,  /* u32 pid, u32 0, sandbox id */
+    DSEC_Z_EXITED = 195,   /* u32 pid, u32 wait status, sandbox id: sent when it happens and again after each HELLO until FORGET */
+    DSEC_Z_SYNCED = 196,
+    DSEC_Z_SPAWNED = 197,  /* u32 pid, u32 0, then 4 x u64 ns: mount, clone, set-up inside, total */
+    DSEC_Z_ATTACHED = 198, /* u32 pid, u32 0 */
+    DSEC_Z_FAILED = 199,   /* u32 errno, u32 0, UTF-8: stage and what to do */
+    DSEC_Z_OK = 200,
+};
+
+enum dsec_flag {
+    DSEC_F_MORE = 1,       /* START, SPAWN: the request goes on in the next frame of this op */
+    DSEC_F_EOF = 2,        /* STDIN */
+    DSEC_F_STDERR = 4,     /* OUT */
+};
+
+/* START: what to do. The file calls run in a forked, unprivileged child of the guest as the named user, with the stream
+ * semantics of a command: data on stdout or stdin, exit code 0, or start_failed with errno and a message. */
+enum dsec_kind {
+    DSEC_EXEC = 0,         /* ARGV+, ENV*, CWD, USER, FLAGS, TIMEOUT_MS, OUTPUT_CAP, NOFILE */
+    DSEC_READ = 1,         /* PATH, OFFSET, LENGTH (absent: to the end) -> bytes on stdout */
+    DSEC_WRITE = 2,        /* PATH, MODE; bytes on stdin; a temporary file beside it, renamed over it at EOF (atomic; FF_PARENTS makes
+                              missing directories; FF_APPEND appends instead; FF_EXCL fails with EEXIST) */
+    DSEC_STAT = 3,         /* PATH, FILE_FLAGS(FF_FOLLOW) -> one entry on stdout */
+    DSEC_LIST = 4,         /* PATH, DEPTH (1: the directory itself) -> entries on stdout, names relative to PATH */
+    DSEC_MOVE = 5,         /* PATH, PATH2; FF_EXCL: fail when the target exists */
+    DSEC_REMOVE = 6,       /* PATH; FF_RECURSIVE */
+    DSEC_MKDIR = 7,        /* PATH, MODE; FF_PARENTS (then an existing directory is no error) */
+};
+
+enum dsec_tag {
+    TAG_KIND = 1, TAG_ARGV = 2, TAG_ENV = 3, TAG_CWD = 4,
+    TAG_USER = 5,          /* "name", "uid", "name:group" or "uid:gid"; names by /etc/passwd and /etc/group inside */
+    TAG_TIMEOUT_MS = 6,    /* 0 or absent: none */
+    TAG_OUTPUT_CAP = 7,    /* bytes, both streams together */
+    TAG_KEY = 8,           /* idempotency key, opaque, at most DSEC_MAX_KEY bytes */
+    TAG_FLAGS = 9,         /* enum dsec_exec_flag */
+    TAG_PATH = 10, TAG_PATH2 = 11, TAG_MODE = 12, TAG_OFFSET = 13, TAG_LENGTH = 14, TAG_DEPTH = 15, TAG_FILE_FLAGS = 16,
+    TAG_NOFILE = 17,       /* RLIMIT_NOFILE, soft and hard */
+
+    TAG_STATE = 32,        /* 0 starting, 1 running, 2 ended (EXIT follows after SYNCED) */
+    TAG_PID = 33, TAG_STDIN_OFFSET = 34, TAG_STDOUT_BASE = 35, TAG_STDOUT_END = 36, TAG_STDERR_BASE = 37, TAG_STDERR_END = 38,
+
+    TAG_SANDBOX = 64,      /* SPAWN: sandbox id, [a-z0-9]{1,40} */
+    TAG_HOSTNAME = 65,
+    TAG_LOWER = 66,        /* a mounted read-only layer, already id-mapped; top first */
+    TAG_UPPER = 67, TAG_WORK = 68,
+    TAG_ID_BASE = 69, TAG_ID_COUNT = 70,  /* inside 0..count-1 is outside base..base+count-1, uids and gids */
+    TAG_CGROUP2 = 71,      /* directory in a v2 hierarchy, made outside; the guest gets it as a descriptor, owned by inside root */
+    TAG_CGROUP = 72,       /* v1 directories, one a controller: the sandbox is attached to each */
+    TAG_DEV = 73,          /* shared /dev tree to bind */
+    TAG_VIEW = 74,         /* directory with generated files: proc/{meminfo,cpuinfo,stat,loadavg,...} bound over /proc/NAME, sys/ over /sys */
+    TAG_CPUS = 75,         /* affinity, one CPU a field */
+    TAG_OOM_SCORE_ADJ = 76,/* u64, 0..1000 */
+    TAG_SPAWN_FLAGS = 77,  /* enum dsec_spawn_flag */
+    TAG_MEMORY = 78,       /* reserved */
+};
+
+enum dsec_exec_flag {
+    EF_STDIN = 1,          /* keep stdin open and take STDIN frames; else it is /dev/null */
+    EF_KILL_LEFTOVERS = 2, /* when the leader exits, end everything it started; else background processes live on, and output that they
+                              write afterwards is read and dropped */
+    EF_MERGE = 4,          /* stderr into stdout */
+};
+enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };
+enum dsec_spawn_flag { SF_NO_NEW_PRIVS = 1 };
+
+/* EXIT. */
+enum dsec_end {
+    END_EXITED = 0,        /* code: 0..255 */
+    END_SIGNALED = 1,      /* code: signal */
+    END_START_FAILED = 2,  /* code: errno; stage says where */
+    END_TIMEOUT = 3,       /* killed whole by TIMEOUT_MS; code: 0 */
+    END_OUTPUT_LIMIT = 4,  /* killed whole at OUTPUT_CAP */
+    END_KILLED = 5,        /* by DSEC_SIGNAL scope 2 or RELEASE */
+};
+enum dsec_stage {
+    STAGE_NONE = 0, STAGE_USER = 1, STAGE_CWD = 2, STAGE_EXEC = 3, STAGE_FORK = 4, STAGE_CGROUP = 5, STAGE_FILE = 6, STAGE_REQUEST = 7,
+};
+#define EXIT_TRUNCATED 1   /* flags: output was lost to the cap */
+
+struct dsec_exit {
+    unsigned char end, stage, flags, zero;
+    int code;
+    unsigned long long cpu_us;      /* user + system of everything the command ran, from its cgroup (else rusage) */
+    unsigned long long wall_us;
+    unsigned long long max_rss;     /* bytes, largest process */
+    unsigned long long stdout_end, stderr_end;   /* bytes delivered on each stream */
+    unsigned long long dropped;     /* bytes read beyond the cap */
+    unsigned long long reserved;
+};
+
+/* An entry of STAT and LIST on stdout:
+ *   u8 type ('f' 'd' 'l' 'p' 's' 'c' 'b'), u8 0, u16 name length, u16 link length, u16 0, u32 mode (12 bits), u32 uid, u32 gid, u32 nlink,
+ *   u64 size, i64 mtime ns, name bytes, link target bytes. 40 bytes and the names. */
+#define DSEC_ENTRY_SIZE 40
+
+/* Descriptors that the zygote hands to the guest by execve:
+ *   3 control socket (SEQPACKET; each message carries one fresh channel), 4 the first channel, 5 the sandbox's cgroup v2 directory. */
+#define DSEC_FD_CONTROL 3
+#define DSEC_FD_CHANNEL 4
+#define DSEC_FD_CGROUP 5
+
+#endif

@@ -1,0 +1,175 @@
+"""The protocols between the layers: whoever implements one of these can be plugged in at `dsec.app`.
+
+A backend makes and ends sandboxes and hands out their `GuestChannel`; commands and files are the edge's business and the same for all
+backends, because the guest is. `dsec.testing` has the conformance suite that every implementation passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from msgspec import Struct
+
+from dsec.spec.causes import Cause
+from dsec.spec.operations import Chunk, OpEnd, OpRequest
+from dsec.spec.sandbox import SandboxSpec
+
+
+class Clock(Protocol):
+    """Time, injected so that tests and the simulator own it."""
+
+    def now(self) -> float:
+        """Wall clock, seconds since the epoch."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that never jump."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait on the monotonic clock."""
+        ...
+
+
+class Operation(Protocol):
+    """One operation in a guest. It lives on when the reader, the edge or the caller goes away."""
+
+    @property
+    def op(self) -> int: ...
+    @property
+    def key(self) -> bytes | None: ...
+    @property
+    def pid(self) -> int | None:
+        """Inside the sandbox; None until it started."""
+        ...
+
+    @property
+    def end(self) -> OpEnd | None:
+        """How it ended, or None while it runs."""
+        ...
+
+    def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | OpEnd]:
+        """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if it likes:
+        nothing that a reader has yet to see is dropped before `release`.
+
+        Raises `OutcomeUnknown` where the guest died first.
+        """
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Send to stdin, waiting while the process doesn't read. Data for a closed stdin is dropped."""
+        ...
+
+    async def close_stdin(self) -> None: ...
+
+    async def signal(self, signal: int, scope: int = 0) -> None:
+        """`scope` 0: the leader, 1: its process group, 2: everything that it started (SIGKILL only)."""
+        ...
+
+    async def release(self) -> None:
+        """Forget it, in the guest too; a running one is ended whole. Idempotent."""
+        ...
+
+
+class GuestChannel(Protocol):
+    """The edge's end of the channel into one sandbox."""
+
+    async def start(self, request: OpRequest) -> Operation:
+        """Begin an operation; returns once the request is on its way. A failed start is an `OpEnd` of kind START_FAILED.
+
+        Raises `OutcomeUnknown` where the channel is lost, `QuotaExceeded` where too many operations are live.
+        """
+        ...
+
+    def find(self, key: bytes) -> Operation | None:
+        """The operation that was started under this idempotency key, if it isn't released."""
+        ...
+
+    def operations(self) -> Sequence[Operation]: ...
+
+    async def ping(self) -> float:
+        """Round trip in seconds."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the channel. The guest and its operations go on."""
+        ...
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Counters of a sandbox since it began, cheap to read: what the edge compares before and after a command."""
+
+    cpu_us: int = 0
+    throttled_us: int = 0
+    memory_bytes: int = 0
+    memory_peak_bytes: int = 0
+    oom_kills: int = 0
+    pids: int = 0
+    pids_refused: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+
+
+class InstanceEnd(Struct, frozen=True):
+    """Why a running instance is gone, as the backend saw it."""
+
+    cause: Cause
+    message: str = ""
+
+
+class Instance(Protocol):
+    """A running sandbox of some backend."""
+
+    @property
+    def sandbox_id(self) -> str: ...
+    @property
+    def channel(self) -> GuestChannel: ...
+
+    def ended(self) -> Awaitable[InstanceEnd]:
+        """Resolves when it is gone by itself: pid 1 ended, the zygote or the VMM died. May be awaited more than once."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+
+Handle = dict[str, Any]
+"""Where a backend finds what it made, as JSON: written to the record before anything is made."""
+
+
+class Backend(Protocol):
+    """Makes and ends sandboxes of one kind on one node."""
+
+    name: ClassVar[str]
+    api_version: ClassVar[int]
+    """1. The edge refuses a backend of another major version."""
+
+    async def open(self, known: dict[str, Handle]) -> dict[str, Instance]:
+        """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned; everything of this
+        backend's that isn't in `known`, or doesn't run any more, is removed from the host."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Changes when sandboxes of an earlier life can't exist any more (a new zygote, a boot). 24 bits."""
+        ...
+
+    def check(self, spec: SandboxSpec) -> None:
+        """Raise `Unsupported`, `InvalidRequest` or `EnvironmentNotFound` for what can't work here. No I/O."""
+        ...
+
+    def reserve(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
+        """Choose names for everything that `create` is going to make. Makes nothing; no I/O."""
+        ...
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> Instance:
+        """Make it; returns when its guest answers. On failure nothing is left, and `CreateFailed` says at which step."""
+        ...
+
+    async def destroy(self, sandbox_id: str, handle: Handle) -> None:
+        """End it and remove every trace. Idempotent; works on half-made ones."""
+        ...
+
+    async def close(self, *, keep: bool) -> None:
+        """Stop serving. `keep`: sandboxes go on for the next edge incarnation; else everything is removed, mounts and all."""
+        ...

@@ -1,0 +1,163 @@
+"""What a caller asks for and what it gets back: the one set of types for SDK, wire, records and API schema.
+
+Owns: `SandboxSpec`, `ExecSpec`, `ExecResult`, `SandboxInfo`, `FileInfo`, and their defaults (published as a table in
+docs/SPECIFICATION.md; a test compares). Values are frozen; units come last in a name; unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from dsec.spec.causes import Cause
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@:+-]{0,199}$"
+Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="letters, digits and ._/@:+- , at most 200")]
+Seconds = Annotated[float, Meta(gt=0, le=366 * 86400.0)]
+Key = Annotated[str, Meta(min_length=1, max_length=120)]
+
+
+class State(StrEnum):
+    """A sandbox's life; the transitions are the table in dsec.lifecycle."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One sandbox to create.
+
+    Fields whose feature is not built yet (`cpu_class`, `network`, `gpus`, other backends) are refused with
+    `unsupported` when they are set, never ignored.
+    """
+
+    environment: Name
+    backend: Literal["container", "microvm", "vm", "fncall"] = "container"
+    cpus: Annotated[float, Meta(gt=0, le=4096)] = 1.0
+    memory_bytes: Annotated[int, Meta(ge=16 * MIB, le=1 << 46)] = 1 * GIB
+    disk_bytes: Annotated[int, Meta(ge=1 * MIB, le=1 << 46)] = 4 * GIB
+    pids: Annotated[int, Meta(ge=4, le=1 << 20)] = 512
+    open_files: Annotated[int, Meta(ge=16, le=1 << 20)] = 4096
+    output_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 * MIB
+    """Default cap of one command's output, both streams together; beyond it the command is ended (`output_limit`)."""
+    ttl_s: Seconds | None = 4 * 3600.0
+    """The sandbox ends this long after it was created; None: never."""
+    idle_ttl_s: Seconds | None = None
+    """Ends after this long without a request or running command. Off: a sandbox that waits for a model never expires by itself."""
+    command_timeout_s: Seconds | None = 3600.0
+    """Default wall time of one command, then it is ended whole (`command_timeout`)."""
+    env: dict[str, str] = {}
+    user: Annotated[str, Meta(min_length=1, max_length=100)] = "root"
+    workdir: str = "/"
+    hostname: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
+    no_new_privs: bool = False
+    labels: dict[str, str] = {}
+    run: Name | None = None
+    name: Key | None = None
+    """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that exists."""
+    cpu_class: str | None = None
+    network: dict[str, bool] | None = None
+    gpus: int | None = None
+
+
+class ExecSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One command. Nothing is passed through a shell; say `["sh", "-c", ...]` where one is wanted."""
+
+    argv: Annotated[list[str], Meta(min_length=1)]
+    env: dict[str, str] = {}
+    """Laid over the sandbox's own."""
+    cwd: str | None = None
+    user: str | None = None
+    stdin: bool = False
+    """Keep stdin open for data; else it is /dev/null."""
+    command_timeout_s: Seconds | None = None
+    output_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    merge_stderr: bool = False
+    kill_leftovers: bool = False
+    """When the command exits, end the background processes that it left too."""
+    key: Key | None = None
+    """Idempotency key: the same key again attaches to the command or returns its result; it never runs twice."""
+
+
+class ExecStatus(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a command ended, without its output."""
+
+    exit_code: int
+    """0..255; 128 + signal when it was ended by a signal; 127 / 126 for a start that failed, as shells say it."""
+    cause: Cause
+    infra: bool = False
+    signal: int | None = None
+    message: str = ""
+    truncated: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    dropped_bytes: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    throttled_s: float = 0.0
+    max_rss_bytes: int = 0
+
+
+class SandboxInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sandbox as the server sees it."""
+
+    id: str
+    state: State
+    spec: SandboxSpec
+    created_at: float
+    """Seconds since the epoch, as all times here."""
+    expires_at: float | None = None
+    ended_at: float | None = None
+    cause: Cause | None = None
+    infra: bool = False
+    message: str = ""
+    create_ms: float | None = None
+    """From admission to a guest that answers."""
+    queue_ms: float = 0.0
+    token: str | None = None
+    """Grants access to this sandbox alone; returned by create only."""
+
+
+class FileInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One directory entry. Names are bytes on Linux: `name` carries undecodable ones by surrogate escapes (`os.fsencode`),
+    percent-encoded on the wire where JSON cannot hold them (`name_b64`)."""
+
+    name: str
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "char", "block"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    nlink: int
+    mtime: float
+    target: str | None = None
+    name_b64: str | None = None
+
+
+_ENV_NAME = re.compile(r"[^=\0]+")
+
+
+def invalid_exec(spec: ExecSpec) -> str | None:
+    """Why the kernel could never run this, or None: what the type alone doesn't say (NUL bytes, sizes)."""
+    strings = [*spec.argv, *(f"{k}={v}" for k, v in spec.env.items())]
+    if any("\0" in s for s in strings) or "\0" in (spec.cwd or ""):
+        return "argv, env and cwd cannot hold NUL bytes"
+    if not spec.argv[0]:
+        return "argv[0] is empty"
+    if not all(_ENV_NAME.fullmatch(k) for k in spec.env):
+        return "an environment variable's name is empty or holds '='"
+    sizes = [len(s.encode("utf-8", "surrogateescape")) + 1 for s in strings]
+    if max(sizes) > 128 * 1024:
+        return "one argument or variable is over 128 KiB, the kernel's limit"
+    if sum(sizes) > 1536 * 1024:
+        return "argv and env together are over 1.5 MiB; write large data to a file instead"
+    return None
