@@ -49,6 +49,10 @@ class Operation(Protocol):
         """How it ended, or None while it runs."""
         ...
 
+    async def started(self) -> int | None:
+        """Wait until it runs or has ended: the pid, or None where it never ran. Raises `OutcomeUnknown` where the guest died first."""
+        ...
+
     def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | OpEnd]:
         """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if it likes:
         nothing that a reader has yet to see is dropped before `release`.

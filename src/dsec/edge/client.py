@@ -1,0 +1,313 @@
+"""What the layers above ask of an edge: `EdgeClient`, in process on one machine.
+
+Owns the protocol and its value types. The API layer codes against this file alone; `dsec.edge.node.Edge` implements
+it. Invariants for whoever calls:
+
+- Cancelling a call never tears state: a creation, a deletion or a command that has begun goes on without its caller.
+- No method takes a request's word for who it is: call `authenticate` first, then `authorize` for each sandbox named in
+  the request.
+- Paths are bytes (Linux names have no encoding). Times are seconds; wall-clock times are seconds since the epoch.
+- Any error is a `DsecError`; each method names those that it raises on top of `SandboxNotFound`, `SandboxEnded` (the
+  record's cause in
+  `details["cause"]`), `Unavailable` (still starting, or the edge is stopping) and `OutcomeUnknown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from dsec.errors import ErrorBody
+from dsec.ports import Usage
+from dsec.spec.causes import Cause
+from dsec.spec.operations import Chunk
+from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, SandboxInfo, SandboxSpec, State
+
+
+class Principal(Struct, frozen=True):
+    """Who makes a request: a project by its API key, or one sandbox by its token."""
+
+    project: str
+    sandbox_id: str | None = None
+    """Set for a sandbox token, which reaches this sandbox alone and may not create."""
+    label: str = ""
+
+
+class Created(Struct, frozen=True):
+    """The answer to `create`."""
+
+    sandbox: SandboxInfo
+    """With `token` where this call made it (or waited for the call that did)."""
+    existed: bool = False
+    """True where a sandbox of this name, or of this idempotency key, was there already."""
+
+
+class BatchItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One item of `create_many`, as it is ready: exactly one of `sandbox` and `error`. This is a line of the HTTP
+    answer."""
+
+    index: int
+    sandbox: SandboxInfo | None = None
+    error: ErrorBody | None = None
+
+
+class DeleteItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One result of `delete_many`; no `error`: nothing of it is left."""
+
+    id: str
+    error: ErrorBody | None = None
+
+
+class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One page of `list`, oldest first."""
+
+    sandboxes: list[SandboxInfo]
+    next: str | None = None
+    """Pass as `after` for the next page; None: this was the last."""
+
+
+class ApiKey(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An API key on record; the key itself is not kept."""
+
+    id: str
+    """First characters of the hash: names the key without revealing it."""
+    project: str
+    label: str = ""
+    created_at: float = 0.0
+    revoked_at: float | None = None
+
+
+class NodeInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Node facts and counts."""
+
+    edge: int
+    backends: dict[str, int]
+    """Name -> epoch."""
+    live: int
+    starting: int
+    queued: int
+    ending: int
+    max_live: int
+    max_starting: int
+    memory_committed_bytes: int
+    memory_capacity_bytes: int
+    """Commitments up to here are admitted (the node's memory times the overcommit)."""
+    disk_free_bytes: int
+    started_at: float
+    created_total: int = 0
+    """Since this edge began."""
+    failed_total: int = 0
+    stuck: int = 0
+    """Sandboxes whose removal failed and is being tried again."""
+
+
+class Execution(Protocol):
+    """One command in a sandbox. It goes on when its readers go away."""
+
+    @property
+    def key(self) -> str:
+        """Names it in `attach`, `signal` and `release`. The caller's, or `~N` where the caller gave none; such a
+        command can be signalled by it but not attached to again, and is forgotten once its only reader has seen the
+        end (or went away)."""
+        ...
+
+    @property
+    def attached(self) -> bool:
+        """True where the key was known, so that this is an earlier request's command."""
+        ...
+
+    async def started(self) -> int | None:
+        """Wait until it runs or has ended; its pid inside, or None where it could not be started (the status says why).
+
+        Raises `OutcomeUnknown` where the sandbox is gone first.
+        """
+        ...
+
+    def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | ExecStatus]:
+        """Output from the given byte offsets on, then the status, always last. Close the iterator (`aclose`) when done
+        early.
+
+        Raises `OutcomeUnknown` where the guest died under the command, `SandboxEnded` where the sandbox was ended on
+        purpose.
+        """
+        ...
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Send to stdin, waiting while the process doesn't read. Dropped where stdin is closed or the command has
+        ended."""
+        ...
+
+    async def close_stdin(self) -> None: ...
+
+
+class EdgeClient(Protocol):
+    """Sandboxes, commands and files of one node."""
+
+    # --- who --------------------------------------------------------------------------------------------------------
+
+    def authenticate(self, bearer: str) -> Principal:
+        """Whose API key or sandbox token this is (constant time, no I/O). Raises `Unauthenticated`."""
+        ...
+
+    def authorize(self, principal: Principal, sandbox_id: str) -> None:
+        """Raises `SandboxNotFound` where the sandbox is another project's (so that ids can't be probed) or unknown,
+        `PermissionDenied` where the principal is the token of another sandbox. No I/O."""
+        ...
+
+    async def create_key(self, project: str, label: str = "") -> str:
+        """A new API key of a project; this is the only time that it is seen."""
+        ...
+
+    async def revoke_key(self, key_id: str) -> None:
+        """`key_id`: from `list_keys`. Idempotent. Raises `NotFound`."""
+        ...
+
+    def list_keys(self, project: str | None = None) -> list[ApiKey]: ...
+
+    # --- sandboxes --------------------------------------------------------------------------------------------------
+
+    async def create(
+        self, spec: SandboxSpec, *, project: str, deadline_s: float | None = None, key: str | None = None
+    ) -> Created:
+        """Make a sandbox; returns when it runs. Where `spec.name` names a live one of this run (or project), returns
+        that.
+
+        `deadline_s`: how long to wait for capacity and creation (None: the node's default). `key`: idempotency key;
+        the same key and spec again returns the same sandbox, even an ended one.
+
+        Raises `Unsupported`, `InvalidRequest`, `EnvironmentNotFound`, `Conflict` (other spec under the same name or
+        key; `details` has `fields`), `QuotaExceeded` (can never fit this node), `AdmissionTimeout`, `CreateFailed`.
+        """
+        ...
+
+    def create_many(
+        self, specs: Sequence[SandboxSpec], *, project: str, deadline_s: float | None = None, key: str | None = None
+    ) -> AsyncIterator[BatchItem]:
+        """Make them all; an item each, in the order they are ready, an error per item. Closing the iterator stops
+        nothing.
+
+        `key`: the same key and specs again returns the same sandboxes. Raises `Conflict` where the key was used for
+        other specs,
+        `InvalidRequest` where there are none or too many.
+        """
+        ...
+
+    def get(self, sandbox_id: str) -> SandboxInfo: ...
+
+    def find_named(self, project: str, run: str | None, name: str) -> SandboxInfo:
+        """The live sandbox of this name. Raises `SandboxNotFound`."""
+        ...
+
+    def list_sandboxes(
+        self,
+        project: str,
+        *,
+        states: Sequence[State] = (),
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """Sandboxes of a project, oldest first. No `states`: all but ended ones. `limit`: 1..1000. Raises
+        `InvalidRequest` for a bad
+        `after`."""
+        ...
+
+    async def renew(self, sandbox_id: str, ttl_s: float | None) -> SandboxInfo:
+        """It now ends `ttl_s` from now (None: never)."""
+        ...
+
+    async def delete(self, sandbox_id: str, cause: Cause = Cause.DELETED, message: str = "") -> SandboxInfo:
+        """End it; returns when nothing of it is left. Again, or on an ended one: the same answer. `cause`: `deleted`,
+        `shutdown`,
+        `lease_lapsed` or `platform_killed`, else `InvalidRequest`."""
+        ...
+
+    async def delete_many(
+        self, sandbox_ids: Sequence[str], *, project: str, cause: Cause = Cause.DELETED
+    ) -> list[DeleteItem]:
+        """End several, paced; results in the order given, other projects' and unknown ones as `sandbox_not_found`."""
+        ...
+
+    def usage(self, sandbox_id: str) -> Usage:
+        """Its counters now."""
+        ...
+
+    def node(self) -> NodeInfo: ...
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    async def exec(self, sandbox_id: str, spec: ExecSpec) -> Execution:
+        """Start a command, or attach to the one of the same key.
+
+        Raises `InvalidRequest`, `Conflict` (the key was used for a different request), `QuotaExceeded` (too many
+        operations).
+        """
+        ...
+
+    async def attach(self, sandbox_id: str, key: str) -> Execution:
+        """The command of a key. Raises `NotFound`."""
+        ...
+
+    async def signal(self, sandbox_id: str, key: str, signal: int, scope: str = "leader") -> None:
+        """`scope`: "leader", "group", or "all" (SIGKILL only: everything that it started). No error where it has ended
+        already.
+
+        Raises `InvalidRequest`, `NotFound`.
+        """
+        ...
+
+    async def release(self, sandbox_id: str, key: str) -> None:
+        """Forget the command, its output and its result; a running one is ended whole. Idempotent."""
+        ...
+
+    # --- files ------------------------------------------------------------------------------------------------------
+    # `user`: who does it inside (None: the sandbox's default user). All raise `FileMissing`, `FileError` (errno and
+    # path in
+    # `details`), `PermissionDenied`, `InvalidRequest`.
+
+    def read_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, offset: int = 0, length: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """Content in chunks, with back-pressure. An error about the file comes before the first chunk."""
+        ...
+
+    async def write_file(
+        self,
+        sandbox_id: str,
+        path: bytes,
+        data: AsyncIterable[bytes],
+        *,
+        user: str | None = None,
+        mode: int | None = None,
+        parents: bool = False,
+        append: bool = False,
+        exclusive: bool = False,
+    ) -> int:
+        """Write a file atomically (unless `append`); returns the bytes written. Where `data` raises, or the caller is
+        cancelled, the file is as it was. `mode`: permission bits of a new file (None: 0644)."""
+        ...
+
+    async def stat_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, follow: bool = False
+    ) -> FileInfo: ...
+
+    async def list_files(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, depth: int = 1
+    ) -> list[FileInfo]:
+        """Entries below a directory, names relative to it."""
+        ...
+
+    async def move_file(
+        self, sandbox_id: str, path: bytes, to: bytes, *, user: str | None = None, exclusive: bool = False
+    ) -> None: ...
+
+    async def make_directory(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, mode: int | None = None, parents: bool = False
+    ) -> None: ...
+
+    async def remove_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
+    ) -> None: ...
