@@ -61,7 +61,7 @@ class DeleteItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One page of `list`, oldest first."""
+    """One page of `list_sandboxes`."""
 
     sandboxes: list[SandboxInfo]
     next: str | None = None
@@ -148,12 +148,13 @@ class EdgeClient(Protocol):
     # --- who --------------------------------------------------------------------------------------------------------
 
     def authenticate(self, bearer: str) -> Principal:
-        """Whose API key or sandbox token this is (constant time, no I/O). Raises `Unauthenticated`."""
+        """Whose API key or sandbox token this is (constant time; at most a look-up in the local database). Raises
+        `Unauthenticated`."""
         ...
 
     def authorize(self, principal: Principal, sandbox_id: str) -> None:
         """Raises `SandboxNotFound` where the sandbox is another project's (so that ids can't be probed) or unknown,
-        `PermissionDenied` where the principal is the token of another sandbox. No I/O."""
+        `PermissionDenied` where the principal is the token of another sandbox."""
         ...
 
     async def create_key(self, project: str, label: str = "") -> str:
@@ -200,7 +201,7 @@ class EdgeClient(Protocol):
         """The live sandbox of this name. Raises `SandboxNotFound`."""
         ...
 
-    def list_sandboxes(
+    async def list_sandboxes(
         self,
         project: str,
         *,
@@ -210,9 +211,8 @@ class EdgeClient(Protocol):
         limit: int = 100,
         after: str | None = None,
     ) -> Page:
-        """Sandboxes of a project, oldest first. No `states`: all but ended ones. `limit`: 1..1000. Raises
-        `InvalidRequest` for a bad
-        `after`."""
+        """Sandboxes of a project in the order of their ids (oldest first within one epoch of the node). No `states`:
+        all but ended ones. `limit`: 1..1000, else `InvalidRequest`."""
         ...
 
     async def renew(self, sandbox_id: str, ttl_s: float | None) -> SandboxInfo:
