@@ -134,9 +134,17 @@ class Execution(Protocol):
         """
         ...
 
-    async def write_stdin(self, data: bytes) -> None:
-        """Send to stdin, waiting while the process doesn't read. Dropped where stdin is closed or the command has
-        ended."""
+    @property
+    def stdin_offset(self) -> int:
+        """Bytes of stdin taken so far, by whichever request sent them. Survives the edge."""
+        ...
+
+    async def write_stdin(self, data: bytes, offset: int | None = None) -> int:
+        """Send to stdin, waiting while the process doesn't read; returns the new `stdin_offset`. Dropped where stdin is
+        closed or the command has ended. `offset`: where `data` begins in the whole of stdin; what was taken already is
+        dropped, so that a client which lost its connection can send again (None: at the end). Writers take turns.
+
+        Raises `InvalidRequest` where `offset` leaves a gap."""
         ...
 
     async def close_stdin(self) -> None: ...
