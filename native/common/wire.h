@@ -16,17 +16,22 @@
  * FIELDS. Requests (START, SPAWN) and OPSTATE carry a list of fields: u16 tag, u16 zero, u32 length, bytes. Integers in
  * fields are u64. Repeated tags make lists, in order. Unknown tags are refused (EPROTO): both sides ship together, the
  * version in HELLO says so. A request longer than one frame continues: all its frames but the last carry DSEC_F_MORE,
- * the payloads are concatenated; at most DSEC_MAX_REQUEST bytes in all.
+ * the payloads are concatenated; at most DSEC_MAX_REQUEST bytes in all. Between its frames no other request may begin (a protocol
+ * error); frames of other types may come. A channel that is lost in the middle of a request loses the request.
  *
  * OPERATIONS. The edge numbers them, rising, unique within a sandbox's life (a later edge goes on above the highest that
- * the guest reports). START with a number that the guest knows is answered with OPSTATE and not run again. The guest keeps an
- * operation, the output that was not acknowledged, and its result, until RELEASE.
+ * the guest reports). START with a number that the guest knows is answered with OPSTATE and not run again; one at or below the
+ * highest that it doesn't know (released) with REFUSED ESTALE. The guest keeps an operation, the output that was not acknowledged,
+ * and its result, until RELEASE. A REFUSED for a START means that the guest doesn't know the operation; a malformed request is
+ * refused (EPROTO, EINVAL, E2BIG), what fails later is an EXIT with END_START_FAILED. Frames for an operation that the guest
+ * doesn't know: ACK and RELEASE are ignored, STDIN and SIGNAL get REFUSED ESRCH; so does SIGNAL for one that ended.
  *
  * FLOW CONTROL. For each operation the guest holds at most DSEC_WINDOW bytes of output that were not acknowledged,
  * both streams together; then it stops reading the pipes. ACK carries absolute offsets. Towards the guest, the edge has at most
  * DSEC_WINDOW bytes of STDIN in flight that STDIN_ACK did not yet report as written to the process.
  * Offsets are counted in bytes from the start of the stream, so a duplicate or an overlap after a resync is harmless: the
- * receiver drops what it has.
+ * receiver drops what it has. A gap, an ACK of bytes that were not sent, or more than the window are protocol errors.
+ * TAG_STDIN_OFFSET is what the guest received: the edge goes on from there, with a whole window.
  *
  * RESYNC. Each edge incarnation gets a fresh channel and sends HELLO first. The guest answers WELCOME, an OPSTATE per
  * operation it knows, SYNCED, and then every unacknowledged OUT byte again, STARTED/EXIT where they happened, and goes on live.
@@ -166,7 +171,7 @@ struct dsec_exit {
     unsigned long long reserved;
 };
 
-/* An entry of STAT and LIST on stdout:
+/* An entry of STAT (its name: the last component of PATH, "/" for the root) and LIST on stdout:
  *   u8 type ('f' 'd' 'l' 'p' 's' 'c' 'b'), u8 0, u16 name length, u16 link length, u16 0, u32 mode (12 bits), u32 uid, u32 gid, u32 nlink,
  *   u64 size, i64 mtime ns, name bytes, link target bytes. 40 bytes and the names. */
 #define DSEC_ENTRY_SIZE 40
