@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from msgspec import Struct
 
 from dsec.spec.causes import Cause
-from dsec.spec.operations import Chunk, OpEnd, OpRequest
+from dsec.spec.operations import Chunk, Kind, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxSpec
 
 
@@ -39,6 +39,11 @@ class Operation(Protocol):
     def op(self) -> int: ...
     @property
     def key(self) -> bytes | None: ...
+    @property
+    def kind(self) -> Kind:
+        """What it does; known after a resync too (an edge that takes over must abort a half-sent WRITE, but let a command go on)."""
+        ...
+
     @property
     def pid(self) -> int | None:
         """Inside the sandbox; None until it started."""
@@ -94,6 +99,10 @@ class GuestChannel(Protocol):
 
     async def ping(self) -> float:
         """Round trip in seconds."""
+        ...
+
+    def lost(self) -> Awaitable[str]:
+        """Resolves with the reason when the guest's end closed or broke the protocol; not by `close`. May be awaited more than once."""
         ...
 
     async def close(self) -> None:
