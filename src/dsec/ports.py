@@ -1,7 +1,8 @@
 """The protocols between the layers: whoever implements one of these can be plugged in at `dsec.app`.
 
-A backend makes and ends sandboxes and hands out their `GuestChannel`; commands and files are the edge's business and the same for all
-backends, because the guest is. `dsec.testing` has the conformance suite that every implementation passes.
+A backend makes and ends sandboxes and hands out their `GuestChannel`; commands and files are the edge's business and
+the same for all backends, because the guest is. `dsec.testing` has the conformance suite that every implementation
+passes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Operation(Protocol):
     def key(self) -> bytes | None: ...
     @property
     def kind(self) -> Kind:
-        """What it does; known after a resync too (an edge that takes over must abort a half-sent WRITE, but let a command go on)."""
+        """What it does; known after a resync too (an edge that takes over must abort a half-sent WRITE, but let a
+        command go on)."""
         ...
 
     @property
@@ -55,15 +57,22 @@ class Operation(Protocol):
         ...
 
     async def started(self) -> int | None:
-        """Wait until it runs or has ended: the pid, or None where it never ran. Raises `OutcomeUnknown` where the guest died first."""
+        """Wait until it runs or has ended: the pid, or None where it never ran. Raises `OutcomeUnknown` where the
+        guest died first."""
         ...
 
     def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | OpEnd]:
-        """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if it likes:
-        nothing that a reader has yet to see is dropped before `release`.
+        """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if
+        it likes: nothing that a reader has yet to see is dropped before `release`.
 
         Raises `OutcomeUnknown` where the guest died first.
         """
+        ...
+
+    @property
+    def stdin_offset(self) -> int:
+        """Bytes of stdin taken so far: by `write` (what a cancelled one got rid of, too), or before a resync as the
+        guest reports it."""
         ...
 
     async def write(self, data: bytes) -> None:
@@ -85,7 +94,8 @@ class GuestChannel(Protocol):
     """The edge's end of the channel into one sandbox."""
 
     async def start(self, request: OpRequest) -> Operation:
-        """Begin an operation; returns once the request is on its way. A failed start is an `OpEnd` of kind START_FAILED.
+        """Begin an operation; returns once the request is on its way. A failed start is an `OpEnd` of kind
+        START_FAILED.
 
         Raises `OutcomeUnknown` where the channel is lost, `QuotaExceeded` where too many operations are live.
         """
@@ -102,7 +112,8 @@ class GuestChannel(Protocol):
         ...
 
     def lost(self) -> Awaitable[str]:
-        """Resolves with the reason when the guest's end closed or broke the protocol; not by `close`. May be awaited more than once."""
+        """Resolves with the reason when the guest's end closed or broke the protocol; not by `close`. May be awaited
+        more than once."""
         ...
 
     async def close(self) -> None:
@@ -140,7 +151,8 @@ class Instance(Protocol):
     def channel(self) -> GuestChannel: ...
 
     def ended(self) -> Awaitable[InstanceEnd]:
-        """Resolves when it is gone by itself: pid 1 ended, the zygote or the VMM died. May be awaited more than once."""
+        """Resolves when it is gone by itself: pid 1 ended, the zygote or the VMM died. May be awaited more than
+        once."""
         ...
 
     def usage(self) -> Usage: ...
@@ -158,8 +170,8 @@ class Backend(Protocol):
     """1. The edge refuses a backend of another major version."""
 
     async def open(self, known: dict[str, Handle]) -> dict[str, Instance]:
-        """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned; everything of this
-        backend's that isn't in `known`, or doesn't run any more, is removed from the host."""
+        """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned;
+        everything of this backend's that isn't in `known`, or doesn't run any more, is removed from the host."""
         ...
 
     @property
@@ -176,7 +188,8 @@ class Backend(Protocol):
         ...
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> Instance:
-        """Make it; returns when its guest answers. On failure nothing is left, and `CreateFailed` says at which step."""
+        """Make it; returns when its guest answers. On failure nothing is left, and `CreateFailed` says at which
+        step."""
         ...
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
@@ -184,5 +197,6 @@ class Backend(Protocol):
         ...
 
     async def close(self, *, keep: bool) -> None:
-        """Stop serving. `keep`: sandboxes go on for the next edge incarnation; else everything is removed, mounts and all."""
+        """Stop serving. `keep`: sandboxes go on for the next edge incarnation; else everything is removed, mounts and
+        all."""
         ...
