@@ -75,14 +75,10 @@ class Operation(Protocol):
         guest reports it."""
         ...
 
-    @property
-    def stdin_offset(self) -> int:
-        """Bytes of stdin sent so far; after a new edge took over: those that the guest had taken."""
-        ...
-
     async def write(self, data: bytes, offset: int | None = None) -> int:
-        """Send to stdin, waiting while the process doesn't read; returns the new `stdin_offset`. Data for a closed stdin is dropped.
-        Writers take turns. `offset`: where `data` begins in the whole of stdin; what was sent already is dropped (None: at the end).
+        """Send to stdin, waiting while the process doesn't read; returns the new `stdin_offset`. Data for a closed
+        stdin is dropped. Writers take turns. `offset`: where `data` begins in the whole of stdin; what was sent
+        already is dropped (None: at the end).
 
         Raises `InvalidRequest` where `offset` leaves a gap, `OutcomeUnknown` where the guest died.
         """
