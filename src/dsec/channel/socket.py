@@ -1,0 +1,404 @@
+"""`ports.GuestChannel` over a non-blocking unix socket (SOCK_SEQPACKET, or SOCK_STREAM for a VM's port).
+
+Owns: the socket, the table of operations, what is kept of ended ones. The event loop calls `_readable`; it takes a
+bounded number of frames, hands them to the session, and at the end settles (spools, acknowledges) and wakes each
+operation that changed once. No task runs for a frame, an operation or a channel, except one that drops ended
+operations after RETAIN_S.
+
+How it ends: `close` (the guest goes on, readers get `Unavailable`), the guest closes it or dies (unfinished
+operations are `OutcomeUnknown`), or the guest breaks the protocol (the same, and `on_broken` says why).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dsec.channel.operation import GuestOperation
+from dsec.channel.spool import Spool
+from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
+from dsec.ports import Clock
+from dsec.spec.operations import Kind, OpRequest
+from dsec.wire.frames import MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode
+from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
+
+RETAIN_COUNT = 32
+"""Ended operations that are kept for later readers."""
+RETAIN_S = 120.0
+"""For at most this long after their end."""
+
+_BURST = 8
+"""Frames taken before other channels get their turn: at most 512 KiB of output, spooled or not."""
+_QUEUE_HIGH = 1 << 20
+_QUEUE_MAX = 16 << 20
+"""Bytes queued for a guest that doesn't read but makes us answer: then it is broken."""
+
+_local = threading.local()
+
+
+def _buffer() -> memoryview:
+    """One receive buffer a thread, not one a channel: what is kept of it is copied."""
+    found: memoryview | None = getattr(_local, "buffer", None)
+    if found is None:
+        found = _local.buffer = memoryview(bytearray(MAX_FRAME + 1))
+    return found
+
+
+class SocketChannel:
+    """One edge incarnation's channel into one sandbox. Use `open`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        clock: Clock,
+        spool: Spool | None = None,
+        on_broken: Callable[[str], None] | None = None,
+        on_eof: Callable[[], None] | None = None,
+    ) -> None:
+        self._socket = sock
+        self._clock = clock
+        self._spool = spool
+        self._on_broken = on_broken
+        self._on_eof = on_eof
+        self._loop = asyncio.get_running_loop()
+        self._spooled = spool.sizes() if spool else {}
+        self.session = Session(secrets.randbits(64), self._spooled)
+        self._decoder = StreamDecoder() if sock.type == socket.SOCK_STREAM else None
+        self._operations: dict[int, GuestOperation] = {}
+        self._by_key: dict[bytes, GuestOperation] = {}
+        self._ended: dict[int, GuestOperation] = {}
+        self._changed: dict[int, GuestOperation] = {}
+        self._queue: deque[bytes] = deque()
+        self._queued = 0
+        self._room: list[asyncio.Future[None]] = []
+        self._pings: dict[int, tuple[float, asyncio.Future[float]]] = {}
+        self._live: asyncio.Future[None] = self._loop.create_future()
+        self._error: DsecError | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        sock.setblocking(False)
+        self._fd = sock.fileno()
+        self._loop.add_reader(self._fd, self._readable)
+
+    @classmethod
+    async def open(
+        cls,
+        sock: socket.socket,
+        *,
+        clock: Clock,
+        spool: Spool | None = None,
+        on_broken: Callable[[str], None] | None = None,
+        on_eof: Callable[[], None] | None = None,
+    ) -> SocketChannel:
+        """Greet the guest and take over what it runs; owns `sock` from now on. The caller bounds the time.
+
+        `on_broken(reason)`: the guest broke the protocol. `on_eof()`: it closed the channel, or died.
+        Raises `OutcomeUnknown` where the guest is gone or speaks nonsense.
+        """
+        channel = cls(sock, clock=clock, spool=spool, on_broken=on_broken, on_eof=on_eof)
+        try:
+            channel.send(channel.session.hello())
+            await channel._live
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+    # --- GuestChannel ------------------------------------------------------------------------------------------------
+
+    async def start(self, request: OpRequest) -> GuestOperation:
+        """As in `ports.GuestChannel`; a key that is known gives the operation that has it. Raises `InvalidRequest`
+        for a request that
+        cannot travel, too."""
+        await self.drained()
+        if request.key is not None and (known := self._by_key.get(request.key)):
+            return known
+        if self._error is not None:
+            raise self._error
+        if self.session.live >= MAX_OPS and not self._drop_oldest(unread=True):
+            raise QuotaExceeded(
+                f"{MAX_OPS} commands are live in this sandbox", remedy="Wait for some of them, or release ended ones."
+            )
+        try:
+            op, frames = self.session.start(request)
+        except ValueError as error:
+            raise InvalidRequest(f"the guest cannot take this: {error}") from error
+        spool = self._spool.of(op) if self._spool and request.key is not None else None
+        operation = GuestOperation(self, op, key=request.key, kind=request.kind, spool=spool)
+        self._operations[op] = operation
+        if request.key is not None:
+            self._by_key[request.key] = operation
+        for frame in frames:
+            self.send(frame)
+        return operation
+
+    def find(self, key: bytes) -> GuestOperation | None:
+        return self._by_key.get(key)
+
+    def operations(self) -> Sequence[GuestOperation]:
+        return list(self._operations.values())
+
+    async def ping(self) -> float:
+        """As in `ports.GuestChannel`. Raises `OutcomeUnknown` where the guest is gone."""
+        if self._error is not None:
+            raise self._error
+        token, frame = self.session.ping()
+        answer: asyncio.Future[float] = self._loop.create_future()
+        self._pings[token] = (self._clock.monotonic(), answer)
+        try:
+            self.send(frame)
+            return await answer
+        finally:
+            self._pings.pop(token, None)
+
+    async def close(self) -> None:
+        self._finish(Unavailable("the channel was closed", remedy="Attach again by key."))
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        buffer = _buffer()
+        try:
+            for _ in range(_BURST):
+                try:
+                    size = self._socket.recv_into(buffer)
+                except BlockingIOError:
+                    break
+                except OSError:
+                    size = 0
+                if not size:
+                    self._settle()
+                    self._lost()
+                    return
+                if self._decoder is None:
+                    self._take(decode(buffer[:size]))
+                else:
+                    for frame in self._decoder.feed(buffer[:size]):
+                        self._take(frame)
+            self._settle()
+        except ProtocolError as error:
+            self._broken(str(error))
+
+    def _take(self, frame: Frame) -> None:
+        event = self.session.receive(frame)
+        if event is None:
+            return
+        if isinstance(event, Known | Synced | Pong):
+            self._take_channel_event(event)
+            return
+        operation = self._operations.get(event.op)
+        if operation is None:
+            return
+        if isinstance(event, Output):
+            operation.note_output(event.stderr, event.data)
+        elif isinstance(event, Started):
+            operation.note_started(event.pid)
+        elif isinstance(event, Ended):
+            operation.note_end(event.end, self._clock.monotonic())
+            self._ended[event.op] = operation
+        self._changed[event.op] = operation
+
+    def _take_channel_event(self, event: Known | Synced | Pong) -> None:
+        match event:
+            case Known():
+                self._resume(event)
+            case Synced():
+                self._synced()
+            case Pong():
+                asked = self._pings.get(event.token)
+                if asked is not None and not asked[1].done():
+                    asked[1].set_result(self._clock.monotonic() - asked[0])
+
+    def _settle(self) -> None:
+        """The burst is over: each operation that changed is spooled, acknowledged, woken."""
+        if not self._changed:
+            return
+        changed, self._changed = self._changed, {}
+        for operation in changed.values():
+            try:
+                operation.settle()
+            except OSError as error:
+                operation.fail(Internal(f"the output cannot be kept: {error.strerror}"))
+                operation.ended_at = self._clock.monotonic()
+                self._ended[operation.op] = operation
+                self.send(self.session.release(operation.op))
+            operation.wake()
+            if operation.end is not None:
+                operation.rest()
+                if operation.orphan:
+                    self.forget(operation)
+        if self._ended:
+            self._retain()
+
+    # --- resync ------------------------------------------------------------------------------------------------------
+
+    def _resume(self, event: Known) -> None:
+        state = event.state
+        sizes = self._spooled.get(event.op, (0, 0))
+        whole = sizes[0] >= state.stdout_base and sizes[1] >= state.stderr_base  # else what was spooled is lost
+        keyed = state.key is not None
+        if self._spool and not whole:
+            self._spool.of(event.op).remove()
+        operation = GuestOperation(
+            self,
+            event.op,
+            key=state.key,
+            kind=state.kind,
+            spool=self._spool.of(event.op, sizes) if self._spool and keyed and whole else None,
+            starts=(event.stdout_from, event.stderr_from),
+            pid=state.pid or None,
+            orphan=not keyed,
+        )
+        self._operations[event.op] = operation
+        if state.key is not None:
+            self._by_key[state.key] = operation
+
+    def _synced(self) -> None:
+        kept = {operation.op for operation in self._by_key.values()}
+        for op in self._spooled.keys() - kept:
+            if self._spool:
+                self._spool.of(op).remove()
+        self._spooled = {}
+        for operation in self.operations():
+            if operation.orphan and operation.kind is not Kind.EXEC:
+                self.forget(operation)  # half a file call: its caller is gone and nobody can go on with it
+            else:
+                self._changed[operation.op] = operation
+        if not self._live.done():
+            self._live.set_result(None)
+
+    # --- ended operations ---------------------------------------------------------------------------------------------
+
+    def forget(self, operation: GuestOperation) -> None:
+        """Release: here and in the guest. Idempotent."""
+        if self._operations.pop(operation.op, None) is None:
+            return
+        self._ended.pop(operation.op, None)
+        self._changed.pop(operation.op, None)
+        if operation.key is not None:
+            self._by_key.pop(operation.key, None)
+        self.send(self.session.release(operation.op))
+        operation.drop()
+
+    def _drop_oldest(self, *, unread: bool) -> bool:
+        for operation in self._ended.values():
+            if not operation.busy and (unread or operation.was_read):
+                self.forget(operation)
+                return True
+        return False
+
+    def _retain(self) -> None:
+        while len(self._ended) > RETAIN_COUNT and self._drop_oldest(unread=False):
+            pass
+        if self._sweeper is None and self._error is None:
+            self._sweeper = self._loop.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        """Release what ended RETAIN_S ago. Lives while there is something to wait for."""
+        try:
+            while self._ended:
+                oldest = min(operation.ended_at for operation in self._ended.values())
+                await self._clock.sleep(max(1.0, oldest + RETAIN_S - self._clock.monotonic()))
+                now = self._clock.monotonic()
+                for operation in list(self._ended.values()):
+                    if operation.ended_at + RETAIN_S <= now and not operation.busy:
+                        self.forget(operation)
+        finally:
+            self._sweeper = None
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        """Send now or as soon as the socket takes it. Empty frames and those after the end are dropped."""
+        if not frame or self._error is not None:
+            return
+        if not self._queue:
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # the guest is gone; reading says so after what it still had to say
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            self._loop.add_writer(self._fd, self._writable)
+        self._queue.append(frame)
+        self._queued += len(frame)
+        if self._queued > _QUEUE_MAX:
+            self._loop.call_soon(self._broken, "it makes us answer but doesn't read")
+
+    def _writable(self) -> None:
+        while self._queue:
+            frame = self._queue[0]
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                break
+            except OSError:
+                self._queue.clear()
+                self._queued = 0
+                break
+            self._queued -= sent
+            if sent < len(frame):
+                self._queue[0] = frame[sent:]
+                break
+            self._queue.popleft()
+        if not self._queue:
+            self._loop.remove_writer(self._fd)
+        if self._queued <= _QUEUE_HIGH // 2:
+            self._wake_senders()
+
+    async def drained(self) -> None:
+        """Wait while too much is queued for the guest."""
+        while self._queued > _QUEUE_HIGH:
+            waiter = self._loop.create_future()
+            self._room.append(waiter)
+            await waiter
+
+    def _wake_senders(self) -> None:
+        waiters, self._room = self._room, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _lost(self) -> None:
+        gone = OutcomeUnknown("the guest is gone; its unfinished commands may or may not have run")
+        if self._finish(gone) and self._on_eof:
+            self._on_eof()
+
+    def _broken(self, reason: str) -> None:
+        lost = OutcomeUnknown("the guest broke its protocol and was cut off", reason=reason)
+        if self._finish(lost) and self._on_broken:
+            self._on_broken(reason)
+
+    def _finish(self, error: DsecError) -> bool:
+        if self._error is not None:
+            return False
+        self._error = error
+        self._loop.remove_reader(self._fd)
+        if self._queue:
+            self._loop.remove_writer(self._fd)
+        self._queue.clear()
+        self._queued = 0
+        self._socket.close()
+        for operation in self._operations.values():
+            operation.fail(error)
+            operation.rest()
+        for _, answer in self._pings.values():
+            if not answer.done():
+                answer.set_exception(error)
+        if not self._live.done():
+            self._live.set_exception(error)
+            self._live.exception()  # `open` may have been cancelled: then nobody else looks
+        self._wake_senders()
+        return True
