@@ -1,0 +1,173 @@
+"""The ASGI application: who calls, which handler, and one form for every error.
+
+Hot calls (exec, files, batches) go to raw handlers, control calls to Litestar. A request is authenticated here, and
+authorised for the sandbox in its path, before any of them sees it. Paths are split before they are decoded, so that a
+name or key may hold `/` as %2F.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from urllib.parse import unquote
+
+from litestar import Litestar
+
+from dsec.api import batch, control, exec, files, openapi
+from dsec.api.control import EnvironmentInfo
+from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
+from dsec.edge.client import EdgeClient
+from dsec.errors import CallerError, DsecError, Internal, InvalidRequest, NotFound
+
+_SANDBOXES = "/v1/sandboxes/"
+_log = logging.getLogger("dsec.api")
+
+
+class MethodNotAllowed(CallerError):
+    """HTTP alone knows this one."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class Api:
+    """ASGI application over an `EdgeClient`."""
+
+    def __init__(
+        self, edge: EdgeClient, *, environments: Callable[[], Sequence[EnvironmentInfo]] = tuple, version: str = "0"
+    ) -> None:
+        self._edge = edge
+        self._control: Litestar = control.build(edge, environments, version)
+        self._openapi = openapi.document(self._control)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1000})
+                return
+            await self._control(scope, receive, send)  # type: ignore[arg-type]
+            return
+        x = Exchange(scope, receive, send)
+        try:
+            await self._route(x)
+        except DsecError as error:
+            await x.fail(error)
+        except ClientGone:
+            pass
+        except Exception:  # noqa: BLE001 (the last resort: answered, logged, counted as ours)
+            _log.exception("request %s: %s %s failed", x.request_id.decode("latin-1"), scope["method"], scope["path"])
+            await x.fail(
+                Internal(
+                    "a bug in the server",
+                    remedy=f"report it with the server's log of request {x.request_id.decode('latin-1')}",
+                )
+            )
+
+    async def _route(self, x: Exchange) -> None:
+        scope = x.scope
+        raw: str = scope["raw_path"].decode("ascii")
+        edge = self._edge
+        if raw.startswith("/v1/"):
+            x.principal = edge.authenticate(x.bearer())
+            if raw.startswith(_SANDBOXES):
+                sandbox_id, _, rest = raw[len(_SANDBOXES) :].partition("/")
+                edge.authorize(x.principal, sandbox_id)
+                if rest and await self._sandbox(sandbox_id, rest, x):
+                    return
+            elif await self._batch(raw, x):
+                return
+        elif raw == "/openapi.json":
+            _only(x, "GET")
+            await x.answer(200, self._openapi)
+            return
+        elif raw != "/healthz":
+            raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
+        scope[control.EXCHANGE] = x
+        await self._control(scope, x.receive, _stamped(x))  # type: ignore[arg-type]
+
+    async def _sandbox(self, sandbox_id: str, rest: str, x: Exchange) -> bool:
+        """Calls on one sandbox; False: not a hot one."""
+        edge, method = self._edge, x.scope["method"]
+        if rest == "exec":
+            _only(x, "POST")
+            await exec.start(edge, sandbox_id, x)
+            return True
+        if rest == "exec:release":
+            _only(x, "POST")
+            await exec.release_many(edge, sandbox_id, x)
+            return True
+        if rest == "files":
+            _only(x, "GET", "PUT")
+            await (files.read if method == "GET" else files.write)(edge, sandbox_id, x)
+            return True
+        head, _, tail = rest.partition("/")
+        if head == "exec":
+            await self._command(sandbox_id, tail, x)
+            return True
+        if head == "files" and tail in _FILES:
+            allowed, handler = _FILES[tail]
+            _only(x, allowed)
+            await handler(edge, sandbox_id, x)
+            return True
+        return False
+
+    async def _command(self, sandbox_id: str, tail: str, x: Exchange) -> None:
+        edge = self._edge
+        quoted, _, verb = tail.partition("/")
+        key = unquote(quoted)
+        if not key:
+            raise InvalidRequest("the command's key is empty")
+        if not verb:
+            _only(x, "GET", "DELETE")
+            await (exec.attach if x.scope["method"] == "GET" else exec.release)(edge, sandbox_id, key, x)
+        elif verb in _COMMANDS:
+            _only(x, "POST")
+            await _COMMANDS[verb](edge, sandbox_id, key, x)
+        else:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+
+    async def _batch(self, raw: str, x: Exchange) -> bool:
+        if raw == "/v1/sandboxes:batch":
+            _only(x, "POST")
+            await batch.create_many(self._edge, x)
+            return True
+        if raw == "/v1/sandboxes:delete":
+            _only(x, "POST")
+            await batch.delete_many(self._edge, x)
+            return True
+        parts = raw.split("/")
+        if len(parts) == 5 and parts[2] == "named":
+            _only(x, "GET")
+            await batch.find_named(self._edge, unquote(parts[3]), unquote(parts[4]), x)
+            return True
+        return False
+
+
+_FILES = {
+    "stat": ("GET", files.stat),
+    "list": ("GET", files.listing),
+    "move": ("POST", files.move),
+    "mkdir": ("POST", files.mkdir),
+    "remove": ("POST", files.remove),
+}
+_COMMANDS = {"stdin": exec.stdin, "signal": exec.signal}
+
+
+def _only(x: Exchange, *methods: str) -> None:
+    if x.scope["method"] not in methods:
+        raise MethodNotAllowed(
+            f"{x.scope['method']} is not for {x.scope['path']}", remedy=f"it takes {' and '.join(methods)}"
+        )
+
+
+def _stamped(x: Exchange) -> Send:
+    """Litestar's answers carry the request's id too."""
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            x.began = True
+            message["headers"] = [*message["headers"], (b"x-request-id", x.request_id)]
+        await x.send(message)
+
+    return send

@@ -1,0 +1,218 @@
+"""The control routes: sandboxes one at a time, environments, node, keys. Litestar over the msgspec types, which also
+give the OpenAPI document.
+
+Callers are authenticated by `dsec.api.app` before a request gets here; the `Exchange` is in the scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from litestar import Litestar, Request, Response, delete, get, post
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException, ValidationException
+from litestar.openapi import OpenAPIConfig
+from litestar.params import Parameter
+from litestar.types import Scope
+from msgspec import Struct
+
+from dsec.api.exchange import MAX_JSON_BYTES, Exchange
+from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
+from dsec.ports import Usage
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec, Seconds, State
+
+EXCHANGE = "dsec.exchange"
+DeadlineS = Annotated[float | None, Parameter(gt=0, le=86400, description="wait so long for capacity and creation")]
+
+
+class EnvironmentInfo(Struct, frozen=True):
+    """An environment that sandboxes can be made of."""
+
+    name: str
+    layers: list[str]
+    """Top first."""
+
+
+class Environments(Struct, frozen=True):
+    """Answer to `GET /v1/environments`."""
+
+    environments: list[EnvironmentInfo]
+
+
+class RenewRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a renewal."""
+
+    ttl_s: Seconds | None
+    """From now; null: never."""
+
+
+class KeyRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/keys`: a further key of the caller's project."""
+
+    label: str = ""
+
+
+class NewKey(Struct, frozen=True):
+    """The only time that the key is seen."""
+
+    project: str
+    key: str
+
+
+class Keys(Struct, frozen=True):
+    """The project's keys."""
+
+    keys: list[ApiKey]
+
+
+class Health(Struct, frozen=True):
+    """Answer to `GET /healthz`."""
+
+    ok: bool = True
+
+
+def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]], version: str) -> Litestar:
+    """The Litestar application for one edge."""
+
+    @post("/v1/sandboxes", status_code=201, summary="Create a sandbox, or return the one of this name or key")
+    async def create(
+        data: SandboxSpec, scope: Scope, deadline_s: DeadlineS = None, key: str | None = None
+    ) -> Response[SandboxInfo]:
+        created = await edge.create(data, project=exchange(scope).project(), deadline_s=deadline_s, key=key)
+        return Response(created.sandbox, status_code=200 if created.existed else 201)
+
+    @get("/v1/sandboxes", summary="List the project's sandboxes")
+    async def list_sandboxes(  # noqa: PLR0917 (Litestar passes by name)
+        scope: Scope,
+        sandbox_state: Annotated[list[State] | None, Parameter(query="state")] = None,
+        run: str | None = None,
+        label: Annotated[list[str] | None, Parameter(description="k=v; all must match")] = None,
+        limit: Annotated[int, Parameter(ge=1, le=1000)] = 100,
+        after: str | None = None,
+    ) -> Page:
+        labels = dict(pair(text) for text in label or [])
+        return await edge.list_sandboxes(
+            exchange(scope).project(), states=sandbox_state or (), run=run, labels=labels, limit=limit, after=after
+        )
+
+    @get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a day after its end")
+    async def inspect(sandbox_id: str) -> SandboxInfo:
+        return edge.get(sandbox_id)
+
+    @delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox; again: the same answer")
+    async def end(scope: Scope, sandbox_id: str, cause: Cause = Cause.DELETED) -> SandboxInfo:
+        principal = exchange(scope).principal
+        if cause is not Cause.DELETED and (principal is None or principal.sandbox_id is not None):
+            raise PermissionDenied("a sandbox token ends its sandbox with the cause `deleted` only")
+        return await edge.delete(sandbox_id, cause)
+
+    @post("/v1/sandboxes/{sandbox_id:str}/renew", status_code=200, summary="Let a sandbox live so long from now")
+    async def renew(scope: Scope, sandbox_id: str, data: RenewRequest) -> SandboxInfo:
+        exchange(scope).project()
+        return await edge.renew(sandbox_id, data.ttl_s)
+
+    @get("/v1/sandboxes/{sandbox_id:str}/usage", summary="A running sandbox's counters")
+    async def usage(sandbox_id: str) -> Usage:
+        return edge.usage(sandbox_id)
+
+    @get("/v1/environments", summary="Environments that sandboxes can be made of")
+    async def list_environments() -> Environments:
+        return Environments(list(environments()))
+
+    @get("/v1/node", summary="Node facts and counts")
+    async def node() -> NodeInfo:
+        return edge.node()
+
+    @get("/v1/keys", summary="The project's API keys, without the keys themselves")
+    async def list_keys(scope: Scope) -> Keys:
+        return Keys(edge.list_keys(exchange(scope).project()))
+
+    @post("/v1/keys", status_code=201, summary="A further API key of the project")
+    async def create_key(scope: Scope, data: KeyRequest) -> NewKey:
+        project = exchange(scope).project()
+        return NewKey(project, await edge.create_key(project, data.label))
+
+    @delete("/v1/keys/{key_id:str}", status_code=204, summary="Revoke an API key")
+    async def revoke_key(scope: Scope, key_id: str) -> None:
+        if all(key.id != key_id for key in edge.list_keys(exchange(scope).project())):
+            raise NotFound(f"the project has no key {key_id!r}", remedy="GET /v1/keys lists them")
+        await edge.revoke_key(key_id)
+
+    @get("/healthz", summary="The server answers", security=[])
+    async def healthz() -> Health:
+        return Health()
+
+    return Litestar(
+        [
+            create,
+            list_sandboxes,
+            inspect,
+            end,
+            renew,
+            usage,
+            list_environments,
+            node,
+            list_keys,
+            create_key,
+            revoke_key,
+            healthz,
+        ],
+        exception_handlers={DsecError: on_error, HTTPException: on_http_error, Exception: on_bug},
+        openapi_config=OpenAPIConfig(title="dsec", version=version, path="/v1/-/openapi", render_plugins=[]),
+        request_max_body_size=MAX_JSON_BYTES,
+        logging_config=None,
+    )
+
+
+def exchange(scope: Scope) -> Exchange:
+    """What `dsec.api.app` made of the request."""
+    found: Exchange = scope[EXCHANGE]  # type: ignore[literal-required]
+    return found
+
+
+def pair(text: str) -> tuple[str, str]:
+    """A label argument."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise InvalidRequest(f"label {text!r} is not of the form k=v")
+    return name, value
+
+
+def on_error(_: Request[Any, Any, Any], error: DsecError) -> Response[ErrorBody]:
+    """An error of ours as its body."""
+    return Response(error.body(), status_code=error.http_status)
+
+
+def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[ErrorBody]:
+    """Litestar's own errors in our form."""
+    if isinstance(error, NotFoundException):
+        return _plain(404, "not_found", f"no such path: {request.scope['path']}", "GET /openapi.json lists them")
+    if isinstance(error, MethodNotAllowedException):
+        return _plain(405, "method_not_allowed", f"{request.method} is not for {request.scope['path']}", "")
+    if isinstance(error, ValidationException):
+        return _plain(400, "invalid_request", _validation(error), "")
+    if error.status_code == 413:
+        return _plain(413, "too_large", f"the body is larger than {MAX_JSON_BYTES} bytes", "")
+    code = "invalid_request" if error.status_code < 500 else "internal"
+    return _plain(error.status_code, code, error.detail, "")
+
+
+def on_bug(_: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+    """Anything else is a bug of ours: the trace goes to the log, not to the caller."""
+    raise error
+
+
+def _plain(status: int, code: str, message: str, remedy: str) -> Response[ErrorBody]:
+    return Response(ErrorBody(code=code, message=message, remedy=remedy), status_code=status)
+
+
+def _validation(error: ValidationException) -> str:
+    extra = error.extra if isinstance(error.extra, list) else []
+    parts = [
+        f"{item.get('key')}: {item.get('message')}" if item.get("key") else str(item.get("message"))
+        for item in extra
+        if isinstance(item, dict)
+    ]
+    return "; ".join(parts) or error.detail

@@ -1,0 +1,248 @@
+"""One HTTP request and its answer over raw ASGI: what the hot handlers share.
+
+Invariants: a request is authenticated before its body is read; a body is bounded in size and in the time that it may
+stand still; an answer that went wrong after it began is cut (the connection is aborted), never ended as if it were
+whole; every answer carries `x-request-id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from dsec.edge.client import Principal
+from dsec.errors import DsecError, InvalidRequest, PermissionDenied, TooLarge, Unavailable
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+MAX_JSON_BYTES = 4 << 20
+MAX_BATCH_BYTES = 64 << 20
+BODY_IDLE_S = 60.0
+"""How long a body may stand still before the request is given up."""
+RETRY_AFTER_S = 1
+ABORT_EXTENSION = "dsec.abort"
+
+_JSON = b"application/json"
+_ENCODER = msgspec.json.Encoder()
+_REQUEST_ID_BASE = os.urandom(6).hex()
+_request_numbers = itertools.count(1)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody waits for an answer."""
+
+
+class Exchange:
+    """A request that has come, and the answer on its way."""
+
+    __slots__ = (
+        "_query",
+        "authorization",
+        "began",
+        "content_length",
+        "content_type",
+        "principal",
+        "receive",
+        "release",
+        "request_id",
+        "scope",
+        "send",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.principal: Principal | None = None
+        self.authorization = b""
+        self.content_type = b""
+        self.content_length: int | None = None
+        self.release = b""
+        self.began = False
+        request_id = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                self.authorization = value
+            elif name == b"content-type":
+                self.content_type = value.partition(b";")[0].strip().lower()
+            elif name == b"content-length":
+                self.content_length = int(value)
+            elif name == b"x-request-id":
+                request_id = value[:128]
+            elif name == b"x-dsec-release":
+                self.release = value
+        self.request_id = request_id or f"{_REQUEST_ID_BASE}{next(_request_numbers):x}".encode()
+        self._query: dict[str, list[bytes]] | None = None
+
+    # --- what was asked ---------------------------------------------------------------------------------------------
+
+    def bearer(self) -> str:
+        """The token of `Authorization: Bearer TOKEN`, or ''."""
+        kind, _, token = self.authorization.partition(b" ")
+        return token.strip().decode("latin-1") if kind.lower() == b"bearer" else ""
+
+    def project(self) -> str:
+        """The caller's project. Raises `PermissionDenied` for a sandbox token, which reaches its sandbox alone."""
+        principal = self.principal
+        assert principal is not None
+        if principal.sandbox_id is not None:
+            raise PermissionDenied(
+                "a sandbox token reaches its own sandbox alone", remedy="use an API key of the project"
+            )
+        return principal.project
+
+    @property
+    def query(self) -> dict[str, list[bytes]]:
+        """Arguments as bytes; `+` is a space, as in forms."""
+        if self._query is None:
+            self._query = {}
+            for pair in self.scope["query_string"].split(b"&"):
+                if pair:
+                    name, _, value = pair.replace(b"+", b" ").partition(b"=")
+                    self._query.setdefault(unquote_to_bytes(name).decode("latin-1"), []).append(unquote_to_bytes(value))
+        return self._query
+
+    def check_query(self, *known: str) -> None:
+        """Raise `InvalidRequest` for an argument that isn't known: a mistyped one must not be ignored."""
+        for name, values in self.query.items():
+            if name not in known:
+                raise InvalidRequest(f"unknown argument {name!r}", remedy=f"known: {', '.join(known) or 'none'}")
+            if len(values) > 1:
+                raise InvalidRequest(f"argument {name!r} was given more than once")
+
+    def raw(self, name: str) -> bytes | None:
+        """An argument as bytes."""
+        values = self.query.get(name)
+        return values[0] if values else None
+
+    def text(self, name: str) -> str | None:
+        """An argument as text. Raises `InvalidRequest` where it isn't UTF-8."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"argument {name!r} is not UTF-8") from None
+
+    def value(self, name: str, kind: type[T], default: T) -> T:
+        """An argument as a number or bool. Raises `InvalidRequest` with its name."""
+        text = self.text(name)
+        if text is None:
+            return default
+        try:
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"argument {name!r}: {error}") from None
+
+    async def body(self, limit: int = MAX_JSON_BYTES) -> bytes:
+        """The whole body. Raises `TooLarge`, `InvalidRequest` (it stood still), `ClientGone`."""
+        if self.content_length is not None and self.content_length > limit:
+            raise TooLarge(f"a body of {self.content_length} bytes; at most {limit} here")
+        message = await self._next()
+        data: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            if len(data) > limit:
+                raise TooLarge(f"a body of over {limit} bytes")
+            return data
+        parts, size = [data], len(data)
+        while message.get("more_body", False):
+            message = await self._next()
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise TooLarge(f"a body of over {limit} bytes")
+        return b"".join(parts)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes, with back-pressure. Raises `ClientGone` where it was cut, `InvalidRequest` where it
+        stood still."""
+        more = True
+        while more:
+            message = await self._next()
+            more = message.get("more_body", False)
+            data = message.get("body", b"")
+            if data:
+                yield data
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                message = await self.receive()
+        except TimeoutError:
+            raise InvalidRequest(f"the body stood still for {BODY_IDLE_S:g} s", remedy="send it again") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    def decode(self, decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+        """A JSON body. Raises `InvalidRequest` with msgspec's message, which names the field."""
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+    # --- the answer -------------------------------------------------------------------------------------------------
+
+    async def begin(self, status: int, content_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        """Status and headers of an answer that is streamed."""
+        self.began = True
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"content-type", content_type), (b"x-request-id", self.request_id), *headers],
+            }
+        )
+
+    async def more(self, data: bytes) -> None:
+        """A part of the body; waits while the client doesn't read."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """The last part."""
+        await self.send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def answer(self, status: int, body: object, *headers: tuple[bytes, bytes]) -> None:
+        """A whole JSON answer."""
+        data = _ENCODER.encode(body)
+        await self.begin(status, _JSON, (b"content-length", b"%d" % len(data)), *headers)
+        await self.finish(data)
+
+    async def empty(self) -> None:
+        """204."""
+        self.began = True
+        await self.send({"type": "http.response.start", "status": 204, "headers": [(b"x-request-id", self.request_id)]})
+        await self.finish()
+
+    async def fail(self, error: DsecError) -> None:
+        """The error as the answer; where one has begun already it is cut instead."""
+        if self.began:
+            await self.cut()
+            return
+        extra: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if type(error) is Unavailable else []
+        if error.http_status == 401:
+            extra.append((b"www-authenticate", b"Bearer"))
+        await self.answer(error.http_status, error.body(), *extra)
+
+    async def cut(self) -> None:
+        """Abort the connection, so that the client sees that the answer is not whole."""
+        abort = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
+        if abort is None:
+            raise ConnectionAbortedError("the answer was cut")  # a server without the extension closes on an exception
+        abort()
+        while (await self.receive())["type"] != "http.disconnect":
+            pass

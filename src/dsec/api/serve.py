@@ -1,0 +1,152 @@
+"""Runs the API on a socket: uvicorn with uvloop and httptools, tuned for many short requests.
+
+Owns the socket, the answer to bytes that are not HTTP, and the end: on shutdown new connections are refused, short
+requests finish, and streams that are still open are cut after `grace_s` so that their clients attach to the next
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dsec.api.app import Api
+from dsec.api.exchange import ABORT_EXTENSION
+from dsec.errors import ErrorBody, Unavailable
+
+BACKLOG = 4096
+KEEP_ALIVE_S = 120
+"""Longer than clients keep idle connections, so that they and not we close them."""
+MAX_HEADERS_BYTES = 64 << 10
+_TOO_LONG = "the request's headers are longer than 64 KiB"
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with errors in our form, bounded headers and a way to cut an answer."""
+
+    _header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADERS_BYTES:
+            raise ValueError(_TOO_LONG)  # httptools turns it into a parser error
+
+    def send_400_response(self, msg: str) -> None:
+        too_long = self._header_bytes > MAX_HEADERS_BYTES
+        status = "413 Content Too Large" if too_long else "400 Bad Request"
+        body = msgspec.json.encode(
+            ErrorBody(
+                code="too_large" if too_long else "invalid_request",
+                message=_TOO_LONG if too_long else "the request is not valid HTTP/1.1",
+            )
+        )
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode("ascii") + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the composition's business
+
+
+class ApiServer:
+    """The running server. `start`, then `stop`; or `serve` until an event is set."""
+
+    def __init__(self, api: Api, host: str, port: int, *, grace_s: float = 2.0) -> None:
+        """`port` 0: any free one."""
+        self._api = api
+        self._host = host
+        self._port = port
+        self._grace_s = grace_s
+        self._task: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens. Only after `start`."""
+        assert self._socket is not None
+        host, port = self._socket.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen. Raises `Unavailable` where the address is taken."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((self._host, self._port))
+        except OSError as error:
+            sock.close()
+            raise Unavailable(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror}",
+                remedy="stop what listens there or choose another port",
+            ) from error
+        self._socket = sock
+        config = uvicorn.Config(
+            self._api,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="dsec api")
+        while not self._server.started:
+            await asyncio.sleep(0)
+            if self._task.done():
+                await self._task
+        self._server.config.timeout_graceful_shutdown = None
+
+    async def stop(self) -> None:
+        """Refuse new connections, give open requests `grace_s`, cut the rest. Idempotent."""
+        server, task = self._server, self._task
+        if server is None or task is None:
+            return
+        server.should_exit = True
+        await asyncio.wait([task], timeout=self._grace_s)
+        if not task.done():
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            server.force_exit = True
+        await task
+        self._server = self._task = None
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set."""
+        await self.start()
+        try:
+            await stop.wait()
+        finally:
+            await self.stop()
