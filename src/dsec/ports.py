@@ -7,7 +7,7 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
@@ -61,9 +61,9 @@ class Operation(Protocol):
         guest died first."""
         ...
 
-    def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | OpEnd]:
+    def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | OpEnd, None]:
         """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if
-        it likes: nothing that a reader has yet to see is dropped before `release`.
+        it likes: nothing that a reader has yet to see is dropped before `release`. Close it (`aclose`) when done early.
 
         Raises `OutcomeUnknown` where the guest died first.
         """

@@ -15,7 +15,7 @@ Invariant: a reader sees each byte of a stream from its start on exactly once, i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from dsec.channel.spool import OpSpool
@@ -140,7 +140,7 @@ class GuestOperation:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    async def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | OpEnd]:
+    async def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | OpEnd, None]:
         reader = _Reader(stdout_from, stderr_from)
         self._readers.add(reader)
         self.was_read = True
