@@ -1,8 +1,9 @@
 """The sandbox tools that `dsec bench create` compares with: crun, runc and bubblewrap from Debian's packages.
 
-Each runs `/bin/true` on the same root file system as our sandboxes, read-only and without a writable layer of its own. crun
-and runc run what their own `spec` command writes, plus what our sandboxes have and that lacks: user and cgroup namespaces,
-limits for memory, CPU and pids. bubblewrap gets every namespace, and has no limits. None loads a seccomp filter.
+Each runs `/bin/true` on the same root file system as our sandboxes, read-only and without a writable layer of its own.
+crun and runc run what their own `spec` command writes, plus what our sandboxes have and that lacks: user and cgroup
+namespaces, limits for memory, CPU and pids. bubblewrap gets every namespace, and has no limits. None loads a seccomp
+filter.
 """
 
 from __future__ import annotations

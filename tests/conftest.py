@@ -1,0 +1,67 @@
+"""For all tests: the suite leaves nothing of ours on the host.
+
+Every process that a test starts, however it detaches, becomes a child of pytest when its parent ends (pytest is their
+subreaper), so that nothing that is left can hide. On a host that others use for the same at the same time, set
+DSEC_TEST_SHARED_HOST=1: only what can't be theirs counts then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need root say so where there is none."""
+    if sys.platform == "linux" and os.geteuid() == 0:
+        return
+    for item in items:
+        if item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root on Linux"))
+
+
+def _children() -> dict[int, str]:
+    """Processes whose parent is this one, zombies reaped away."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state == "Z":
+                os.waitpid(int(pid), os.WNOHANG)
+            else:
+                found[int(pid)] = command.strip()
+    return found
+
+
+if sys.platform == "linux":
+
+    @pytest.fixture(scope="session", autouse=True)
+    def _leaves_nothing() -> Iterator[None]:
+        from dsec.kernel import census
+
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        before = census.take()
+        known = set(_children())
+        yield
+        shared = os.environ.get("DSEC_TEST_SHARED_HOST") == "1"
+        deadline = time.monotonic() + 10
+        while True:
+            left = {pid: command for pid, command in _children().items() if pid not in known}
+            beyond = {} if shared else census.take().beyond(before)
+            if not (left or beyond) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        assert not left, f"processes are left: {left}"
+        assert not beyond, f"left on the host: {beyond}"

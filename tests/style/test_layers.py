@@ -1,0 +1,140 @@
+"""Imports point only down, as docs/ARCHITECTURE.md draws it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "dsec"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+LEVELS = {
+    "spec": 0, "errors": 0,
+    "lifecycle": 1, "ports": 1, "wire": 1, "plan": 1,
+    "kernel": 2, "store": 2, "journal": 2, "channel": 2,
+    "backends": 3, "edge": 3, "api": 3, "sdk": 3, "testing": 3, "rollout": 3,
+    "bench": 4, "cli": 4, "app": 4,
+    "": 4,  # dsec/__init__.py: the names of the SDK
+}  # fmt: skip
+
+LAZY = {"cli", "app", ""}
+"""May import modules of ours inside functions: so that `dsec --help` is quick, and `import dsec` works without a
+server."""
+
+CLIENT = {"sdk", "cli", ""}
+"""What `pip install dsec` alone must be able to import: these import levels 0 and 1 and each other."""
+
+
+def place(module: str) -> str:
+    """`dsec.kernel.mounts` -> `kernel`."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(node: ast.AST, *, inside: bool = False, typing: bool = False) -> Iterator[tuple[str, int, bool, bool]]:
+    """Every module of ours that is imported: its name, line, whether inside a function, whether for types only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                if alias.name.split(".")[0] == "dsec":
+                    yield alias.name, child.lineno, inside, typing
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: imports are absolute"
+            module = child.module or ""
+            if module.split(".")[0] == "dsec":
+                for alias in child.names:
+                    full = f"{module}.{alias.name}"
+                    is_module = (SOURCE.parent / Path(*full.split("."))).with_suffix(".py").exists()
+                    is_package = (SOURCE.parent / Path(*full.split(".")) / "__init__.py").exists()
+                    yield full if is_module or is_package else module, child.lineno, inside, typing
+        else:
+            deeper = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            only_types = typing or (
+                isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
+            )
+            yield from _imports(child, inside=deeper, typing=only_types)
+
+
+def imports(path: Path) -> list[tuple[str, int, bool, bool]]:
+    return list(_imports(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_down(path: Path) -> None:
+    name = module_name(path)
+    here = place(name)
+    for target, line, _, _ in imports(path):
+        there = place(target)
+        if target == "dsec":
+            continue  # its version and its place on disk
+        assert LEVELS[there] <= LEVELS[here], f"{name}:{line} imports {target}, which is above it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_the_client_needs_no_server(path: Path) -> None:
+    name = module_name(path)
+    if place(name) not in CLIENT:
+        return
+    for target, line, inside, typing in imports(path):
+        if inside or typing:
+            continue
+        reachable = LEVELS[place(target)] <= 1 or place(target) in CLIENT
+        assert reachable, f"{name}:{line} imports {target} when it is loaded: `pip install dsec` alone hasn't got that"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "backends").rglob("*.py")), ids=module_name)
+def test_backends_do_not_know_each_other(path: Path) -> None:
+    name = module_name(path)
+    own = name.split(".")[2:3]
+    for target, line, _, _ in imports(path):
+        if place(target) == "backends":
+            assert target.split(".")[2:3] == own, f"{name}:{line} imports {target}, another backend"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_only_the_composition_names_backends(path: Path) -> None:
+    name = module_name(path)
+    if place(name) in {"backends", "app", "bench", "testing"}:
+        return
+    named = [f"{name}:{line} imports {target}" for target, line, _, _ in imports(path) if place(target) == "backends"]
+    assert not named
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_no_import_in_a_function_hides_a_circle(path: Path) -> None:
+    name = module_name(path)
+    if place(name) in LAZY:
+        return
+    hidden = [f"{name}:{line} imports {target}" for target, line, inside, _ in imports(path) if inside]
+    assert not hidden
+
+
+def test_no_circles() -> None:
+    graph = {
+        module_name(path): {target for target, _, inside, typing in imports(path) if not (inside or typing)}
+        for path in MODULES
+    }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"imports go in a circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name in done:
+            return
+        for target in sorted(graph.get(name, ())):
+            if target != name:
+                visit(target, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_every_place_has_a_level() -> None:
+    assert {place(module_name(path)) for path in MODULES} <= set(LEVELS)
