@@ -56,14 +56,14 @@ void dsec_put_u64(struct dsec_writer *writer, uint16_t tag, uint64_t value) {
 int dsec_request_add(struct dsec_request *request, const uint8_t *payload, size_t size) {
     int error = 0;
     if (size > DSEC_MAX_REQUEST - request->size) error = -E2BIG;
-    if (!error && request->size + size > request->capacity) {
-        size_t capacity = request->capacity ? request->capacity * 2 : size;
-        if (capacity < request->size + size) capacity = request->size + size;
+    if (!error && request->size + size + 1 > request->capacity) {
+        size_t capacity = request->capacity * 2;
+        if (capacity < request->size + size + 1) capacity = request->size + size + 1;
         uint8_t *grown = realloc(request->data, capacity);
         if (grown) {
             request->data = grown;
             request->capacity = capacity;
-        } else if (capacity) {
+        } else {
             error = -ENOMEM;
         }
     }

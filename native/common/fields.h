@@ -51,7 +51,8 @@ struct dsec_request {
     size_t size, capacity;
 };
 
-/* Append a frame's payload. -E2BIG beyond DSEC_MAX_REQUEST, -ENOMEM; the request is then freed. */
+/* Append a frame's payload. -E2BIG beyond DSEC_MAX_REQUEST, -ENOMEM; the request is then freed. One byte behind the data is
+ * allocated too, for whoever wants to end strings in place. */
 int dsec_request_add(struct dsec_request *request, const uint8_t *payload, size_t size);
 void dsec_request_free(struct dsec_request *request);
 

@@ -1,0 +1,211 @@
+/* Start of the zygote: zygote --socket PATH --guest PATH [--net-pool N]
+ *
+ * Returns 0 when the daemon listens, else says on stderr what is missing. The daemon has no terminal, no parent that waits for it, and
+ * outlives whoever started it.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/keyctl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "sys.h"
+#include "zygote.h"
+
+#ifndef MFD_EXEC
+#define MFD_EXEC 0x10u
+#endif
+
+struct world world = {.host_mounts = -1, .tiny_mounts = -1, .host_network = -1, .epoll = -1};
+static int ready = -1; /* to the process that was started: one byte, or a message */
+
+uint64_t now_ns(void) {
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+int fd_up(int fd) {
+    if (fd < 0) return -errno;
+    if (fd >= FD_LOW) return fd;
+    int up = fcntl(fd, F_DUPFD_CLOEXEC, FD_LOW), error = errno;
+    close(fd);
+    return up < 0 ? -error : up;
+}
+
+static void __attribute__((noreturn)) stop(const char *what) {
+    char text[300];
+    int length = snprintf(text, sizeof text, "zygote: %s: %s\n", what, strerror(errno));
+    if (write(ready, text, (size_t)length) < 0) _exit(72);
+    _exit(71);
+}
+
+static void must(const char *what, long result) {
+    if (result < 0) {
+        if (result != -1) errno = (int)-result;
+        stop(what);
+    }
+}
+
+/* The guest as a sealed copy: nobody can replace or write what every sandbox executes. It may be executed by all and read by none, so
+ * the kernel keeps a process that runs it undumpable and out of reach of any tracer inside (its memory belongs to the host's user
+ * namespace). */
+static void keep_guest(const char *path) {
+    struct stat st;
+    int from = open(path, O_RDONLY | O_CLOEXEC);
+    must("opening the guest program", from);
+    must("looking at the guest program", fstat(from, &st));
+    int to = memfd_create("dsec-guest", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
+    if (to < 0 && errno == EINVAL) to = memfd_create("dsec-guest", MFD_CLOEXEC | MFD_ALLOW_SEALING); /* before Linux 6.3 */
+    must("memfd_create", to);
+    for (off_t left = st.st_size; left > 0;) {
+        ssize_t n = sendfile(to, from, NULL, (size_t)left);
+        if (n == 0) errno = EIO;
+        must("copying the guest program", n > 0 ? n : -1);
+        left -= n;
+    }
+    must("fchmod", fchmod(to, 0111));
+    must("sealing the guest program", fcntl(to, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE));
+    close(from);
+    if (to != FD_GUEST) {
+        must("dup3", dup3(to, FD_GUEST, O_CLOEXEC));
+        close(to);
+    }
+}
+
+static int open_up(const char *path) { return fd_up(open(path, O_RDONLY | O_CLOEXEC)); }
+
+/* The mount namespace that sandboxes are cloned from: an unwritable tmpfs and one whole proc, without which no user namespace may mount
+ * its own. */
+static void make_tiny_mounts(void) {
+    const unsigned still = X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NODEV | X_MOUNT_ATTR_NOEXEC;
+    must("opening the mount namespace", world.host_mounts = open_up("/proc/self/ns/mnt"));
+    must("unshare(CLONE_NEWNS): is this root with CAP_SYS_ADMIN?", unshare(CLONE_NEWNS));
+    must("making mounts private", mount("", "/", NULL, MS_REC | MS_PRIVATE, NULL));
+    int fs = x_fsopen("tmpfs");
+    must("fsopen(tmpfs): Linux 5.12 or newer is needed", fs);
+    must("tmpfs options", x_fsconfig(fs, X_FSCONFIG_SET_STRING, "size", "64k"));
+    must("tmpfs mode", x_fsconfig(fs, X_FSCONFIG_SET_STRING, "mode", "0755"));
+    must("making a tmpfs", x_fsconfig(fs, X_FSCONFIG_CMD_CREATE, NULL, NULL));
+    int tree = x_fsmount(fs, still);
+    must("mounting a tmpfs", tree);
+    must("attaching a tmpfs", x_attach(tree, AT_FDCWD, "/proc"));
+    must("chdir", chdir("/proc"));
+    static const char *const DIRS[] = {"proc", "new", "view", "mask", "mask/dir"};
+    for (size_t i = 0; i < sizeof DIRS / sizeof *DIRS; i++) must("mkdir", mkdir(DIRS[i], 0755));
+    int file = open("mask/file", O_CREAT | O_RDONLY | O_CLOEXEC, 0444);
+    must("making an empty file", file);
+    close(file);
+    close(fs);
+    close(tree);
+    must("mounting proc", mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL));
+    must("pivot_root", syscall(SYS_pivot_root, ".", "."));
+    must("detaching the old root", umount2(".", MNT_DETACH));
+    must("chdir", chdir("/"));
+    struct x_mount_attr attr = {.attr_set = still | X_MOUNT_ATTR_RDONLY};
+    must("mount_setattr: Linux 5.12 or newer is needed", x_mount_setattr(AT_FDCWD, "/", 0, &attr));
+    must("opening the mount namespace", world.tiny_mounts = open_up("/proc/self/ns/mnt"));
+}
+
+static void set_self(void) {
+    const struct rlimit unlimited = {RLIM_INFINITY, RLIM_INFINITY}, none = {0, 0};
+    struct rlimit files = {1 << 20, 1 << 20};
+    prctl(PR_SET_NAME, "dsec-zygote");
+    must("PR_SET_DUMPABLE", prctl(PR_SET_DUMPABLE, 0, 0, 0, 0));
+    must("RLIMIT_NPROC", setrlimit(RLIMIT_NPROC, &unlimited)); /* a user namespace takes its own limit from its creator's */
+    must("RLIMIT_CORE", setrlimit(RLIMIT_CORE, &none));
+    must("RLIMIT_NOFILE: is fs.nr_open below 1048576?", setrlimit(RLIMIT_NOFILE, &files));
+    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        ssize_t n = write(fd, "-900", 4); /* every sandbox of the node hangs on this process */
+        (void)n;                          /* best effort: in a container it may be refused */
+        close(fd);
+    }
+    syscall(SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, NULL); /* not the starter's; the filter then refuses every use */
+}
+
+static void place_holders(void) {
+    int null = open("/dev/null", O_RDWR);
+    must("opening /dev/null", null);
+    for (int fd = 0; fd < FD_GUEST; fd++)
+        if (fd != null) must("dup2", dup2(null, fd));
+    if (null >= FD_GUEST) close(null);
+}
+
+static int serve(const char *socket_path, const char *guest, unsigned pool) {
+    static char scratch[200];
+    snprintf(scratch, sizeof scratch, "%s.mount", socket_path);
+    world.scratch = scratch;
+    must("setsid", setsid());
+    umask(022);
+    must("chdir", chdir("/"));
+    ready = fd_up(ready);
+    place_holders();
+    keep_guest(guest);
+    set_self();
+    must("epoll_create1", world.epoll = fd_up(epoll_create1(EPOLL_CLOEXEC)));
+    must("opening the net namespace", world.host_network = open_up("/proc/self/ns/net"));
+    must("listening on the socket (does another zygote serve there?)", server_listen(socket_path));
+    make_tiny_mounts();
+    inside_prepare();
+    long abi = syscall(SYS_landlock_create_ruleset, NULL, 0, 1);
+    world.landlock_abi = abi > 0 ? (int)abi : 0;
+    must("loading the seccomp filter", filter_load());
+    must("making a net namespace", network_init(pool));
+    if (write(ready, "+", 1) != 1) return 72; /* whoever started us is gone: then nobody wants us */
+    close(ready);
+    return server_run();
+}
+
+/* Wait for the daemon's word. */
+static int await_daemon(int from) {
+    char text[400];
+    size_t used = 0;
+    ssize_t n;
+    while (used < sizeof text && (n = read(from, text + used, sizeof text - used)) > 0) used += (size_t)n;
+    if (used == 1 && *text == '+') return 0;
+    if (used == 0) fputs("zygote: it ended while it started\n", stderr);
+    else fwrite(text, 1, used, stderr);
+    return 71;
+}
+
+static int usage(void) {
+    fputs("usage: zygote --socket PATH --guest PATH [--net-pool N]\n", stderr);
+    return 64;
+}
+
+int main(int argc, char **argv) {
+    const char *socket_path = NULL, *guest = NULL;
+    unsigned pool = 32;
+    for (int i = 1; i < argc; i += 2) {
+        if (i + 1 == argc) return usage();
+        if (!strcmp(argv[i], "--socket")) socket_path = argv[i + 1];
+        else if (!strcmp(argv[i], "--guest")) guest = argv[i + 1];
+        else if (!strcmp(argv[i], "--net-pool")) pool = (unsigned)atoi(argv[i + 1]);
+        else return usage();
+    }
+    if (!socket_path || !guest || *socket_path != '/' || *guest != '/') return usage();
+    int pipes[2];
+    if (pipe2(pipes, O_CLOEXEC) < 0) return 71;
+    pid_t pid = fork();
+    if (pid < 0) return 71;
+    if (pid == 0) {
+        close(pipes[0]);
+        ready = pipes[1];
+        exit(serve(socket_path, guest, pool));
+    }
+    close(pipes[1]);
+    return await_daemon(pipes[0]);
+}
