@@ -70,10 +70,9 @@ async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     else:
         spec = x.decode(_SPEC, await x.body())
         execution = await edge.exec(sandbox_id, spec)
+        if x.release:  # the command runs meanwhile
+            await _release_finished(edge, sandbox_id, x)
         await _stream(execution, x)
-    if x.release:
-        for key in x.release.split(b",")[:MAX_RELEASES]:
-            await edge.release(sandbox_id, key.decode("latin-1"))
 
 
 async def attach(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
@@ -133,6 +132,8 @@ async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
         frames = _feed(decoder, data)
     spec = x.decode(_SPEC, frames[0][1])
     execution = await edge.exec(sandbox_id, spec)
+    if x.release:
+        await _release_finished(edge, sandbox_id, x)
 
     async def pump() -> None:
         """Stdin from the request; a body that breaks the protocol ends the command's stdin, as a closed pipe would."""
@@ -163,6 +164,13 @@ async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
                 pass
 
     await _stream(execution, x, reader=reader)
+
+
+async def _release_finished(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
+    """`x-dsec-release`: keys of commands whose results the client has, so that releasing them takes no request of its
+    own."""
+    for key in x.release.split(b",")[:MAX_RELEASES]:
+        await edge.release(sandbox_id, key.decode("latin-1"))
 
 
 def _feed(decoder: ClientDecoder, data: bytes) -> list[tuple[ClientKind, bytes]]:

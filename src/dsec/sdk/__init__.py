@@ -1,0 +1,1 @@
+"""The client library. Callers import from `dsec`; what starts with `_` may change."""

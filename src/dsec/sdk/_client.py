@@ -1,0 +1,170 @@
+"""The client: one server, its connections, and what concerns more than one sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from dsec.errors import DsecError
+from dsec.sdk._config import find_endpoint
+from dsec.sdk._results import CreateResult
+from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._transport import RETRY_S, Transport
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+
+Layers = list[str]
+Keys = list[dict[str, Any]]
+
+_JSON = {"Content-Type": "application/json"}
+
+
+class AsyncClient:
+    """A dsec server. Cheap to keep, to be shared by all tasks of an event loop; connections are pooled without a limit.
+
+    `url`, `api_key`: None: from DSEC_URL and DSEC_API_KEY, else the `client.json` that `dsec serve` wrote on this
+    machine. `retry_s`: for how long broken connections, overload and a restarting server are retried, always with the
+    same idempotency key; the first request to a server that isn't there fails at once.
+    """
+
+    def __init__(self, url: str | None = None, api_key: str | None = None, *, retry_s: float = RETRY_S) -> None:
+        self._transport = Transport(find_endpoint(url, api_key), retry_s=retry_s)
+
+    @property
+    def url(self) -> str:
+        """The server's."""
+        return self._transport.endpoint.url
+
+    async def create(
+        self,
+        environment: str | SandboxSpec,
+        *,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AsyncSandbox:
+        """Make a sandbox; see `AsyncSandbox.create`."""
+        return await AsyncSandbox.create(
+            environment, client=self, key=key, deadline_s=deadline_s, request_timeout_s=request_timeout_s, **fields
+        )
+
+    async def create_many(
+        self,
+        specs: SandboxSpec | str | Iterable[SandboxSpec | str],
+        *,
+        count: int | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[CreateResult[AsyncSandbox]]:
+        """Make many sandboxes, yielding each as it is ready; see `AsyncSandbox.create_many`."""
+        results = AsyncSandbox.create_many(
+            specs,
+            count=count,
+            client=self,
+            key=key,
+            deadline_s=deadline_s,
+            request_timeout_s=request_timeout_s,
+            **fields,
+        )
+        async for result in results:
+            yield result
+
+    async def connect(self, sandbox_id: str, *, request_timeout_s: float | None = None) -> AsyncSandbox:
+        """The sandbox of an id; see `AsyncSandbox.connect`."""
+        return await AsyncSandbox.connect(sandbox_id, client=self, request_timeout_s=request_timeout_s)
+
+    async def find(self, name: str, *, run: str | None = None, request_timeout_s: float | None = None) -> AsyncSandbox:
+        """The live sandbox of a name. Raises `SandboxNotFound`."""
+        url = self._transport.url(f"/v1/named/{quote(run or '-', safe='')}/{quote(name, safe='')}")
+        info = await self._transport.call("GET", url, SandboxInfo, request_timeout_s=request_timeout_s)
+        return AsyncSandbox(self._transport, info)
+
+    def run(self, name: str) -> AsyncRun:
+        """A run by its name: its sandboxes are made and found by names of their own. Asks the server nothing."""
+        return AsyncRun(self, name)
+
+    async def list(
+        self,
+        *,
+        states: Sequence[State | str] = (),
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        request_timeout_s: float | None = None,
+    ) -> list[SandboxInfo]:
+        """The project's sandboxes; see `AsyncSandbox.list`."""
+        return await AsyncSandbox.list(
+            states=states, run=run, labels=labels, limit=limit, client=self, request_timeout_s=request_timeout_s
+        )
+
+    async def kill(self, sandbox_id: str, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """End a sandbox; again: the same answer. Raises `SandboxNotFound`."""
+        url = self._transport.url(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
+        return await self._transport.call("DELETE", url, SandboxInfo, request_timeout_s=request_timeout_s)
+
+    async def kill_many(
+        self,
+        sandboxes: Iterable[str | AsyncSandbox | SandboxInfo],
+        *,
+        cause: Cause = Cause.DELETED,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError]:
+        """End many sandboxes; returns the errors by id; see `AsyncSandbox.kill_many`."""
+        return await AsyncSandbox.kill_many(sandboxes, cause=cause, client=self, request_timeout_s=request_timeout_s)
+
+    async def environments(self, *, request_timeout_s: float | None = None) -> dict[str, Layers]:
+        """Environments that sandboxes can be made of, with their layers, top first."""
+        url = self._transport.url("/v1/environments")
+        answer = await self._transport.call("GET", url, dict[str, Any], request_timeout_s=request_timeout_s)
+        return {each["name"]: each["layers"] for each in answer["environments"]}
+
+    async def node(self, *, request_timeout_s: float | None = None) -> dict[str, Any]:
+        """Facts and counts of the server's node."""
+        url = self._transport.url("/v1/node")
+        return await self._transport.call("GET", url, dict[str, Any], request_timeout_s=request_timeout_s)
+
+    async def create_key(self, label: str = "", *, request_timeout_s: float | None = None) -> str:
+        """A further API key of this project; it is not shown again. Not repeated where the connection breaks
+        (`OutcomeUnknown`)."""
+        answer = await self._transport.call(
+            "POST",
+            self._transport.url("/v1/keys"),
+            dict[str, str],
+            body=msgspec.json.encode({"label": label}),
+            headers=_JSON,
+            replay=False,
+            request_timeout_s=request_timeout_s,
+        )
+        return answer["key"]
+
+    async def list_keys(self, *, request_timeout_s: float | None = None) -> Keys:
+        """The project's API keys: `id`, `label`, `created_at`, `revoked_at`; not the keys themselves."""
+        url = self._transport.url("/v1/keys")
+        answer = await self._transport.call("GET", url, dict[str, Any], request_timeout_s=request_timeout_s)
+        keys: Keys = answer["keys"]
+        return keys
+
+    async def revoke_key(self, key_id: str, *, request_timeout_s: float | None = None) -> None:
+        """Revoke an API key by its id. Raises `NotFound`."""
+        url = self._transport.url(f"/v1/keys/{quote(key_id, safe='')}")
+        await self._transport.call("DELETE", url, type(None), request_timeout_s=request_timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections; sandboxes and commands go on. Idempotent. Connections of a client that nobody closed
+        are closed when the event loop ends."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,361 @@
+"""Sandboxes as the caller holds them, and runs: named sets of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, from_body
+from dsec.ports import Usage
+from dsec.sdk._commands import AsyncCommands
+from dsec.sdk._files import AsyncFiles
+from dsec.sdk._results import CreateResult
+from dsec.sdk._transport import Retry, Transport, cut_errors, default_transport, timed_out
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+
+if TYPE_CHECKING:
+    from dsec.sdk._client import AsyncClient
+
+_JSON = {"Content-Type": "application/json"}
+_ENCODER = msgspec.json.Encoder()
+_PAGE = 1000
+
+
+class _Page(Struct, frozen=True):
+    sandboxes: list[SandboxInfo]
+    next: str | None = None
+
+
+class _Item(Struct, frozen=True):
+    index: int
+    sandbox: SandboxInfo | None = None
+    error: ErrorBody | None = None
+
+
+class _Deleted(Struct, frozen=True):
+    id: str
+    error: ErrorBody | None = None
+
+
+class _Results(Struct, frozen=True):
+    results: list[_Deleted]
+
+
+_ITEM = msgspec.json.Decoder(_Item)
+
+
+class AsyncSandbox:
+    """One sandbox. Make it with `create`, find it again with `connect`; leaving `async with` ends it.
+
+    Nothing else ends it but `kill`, its `ttl_s` and its own doing: it outlives this object, its connection and this
+    process.
+    """
+
+    def __init__(self, transport: Transport, info: SandboxInfo) -> None:
+        """Not for callers: use `create`, `create_many` or `connect`."""
+        self._transport = transport
+        self._path = f"/v1/sandboxes/{info.id}"
+        self.id = info.id
+        self.info = info
+        """As the server saw it when it was last asked (`refresh`)."""
+        self.commands = AsyncCommands(transport, info.id)
+        self.files = AsyncFiles(transport, info.id)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.info.state} {self.info.spec.environment}>"
+
+    # --- making and finding -----------------------------------------------------------------------------------------
+
+    @classmethod
+    async def create(
+        cls,
+        environment: str | SandboxSpec,
+        *,
+        client: AsyncClient | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AsyncSandbox:
+        """Make a sandbox of an environment's name or a spec; `fields` are those of `SandboxSpec` and win over the
+        spec's.
+
+        Returns when it runs. With the field `name`: the live sandbox of this name (within `run`) is returned where
+        there is one. `client`: whose server (None: the default one). `key`: idempotency key; the same key and spec
+        again returns the same sandbox. `deadline_s`: how long the server waits for capacity and creation.
+
+        Raises `EnvironmentNotFound`, `InvalidRequest`, `Unsupported`, `Conflict` (the name or key has another spec),
+        `QuotaExceeded`, `AdmissionTimeout`, `CreateFailed`, `Unauthenticated`, `Unavailable`, `RequestTimeout`.
+        """
+        transport = client._transport if client is not None else default_transport()
+        info = await transport.call(
+            "POST",
+            transport.url("/v1/sandboxes", deadline_s=deadline_s, key=key or transport.new_key()),
+            SandboxInfo,
+            body=_encoded(make_spec(environment, fields)),
+            headers=_JSON,
+            request_timeout_s=request_timeout_s,
+        )
+        return cls(transport, info)
+
+    @classmethod
+    async def create_many(
+        cls,
+        specs: SandboxSpec | str | Iterable[SandboxSpec | str],
+        *,
+        count: int | None = None,
+        client: AsyncClient | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[CreateResult[AsyncSandbox]]:
+        """Make many sandboxes: yields a `CreateResult` for each as it is ready, with a sandbox or an error.
+
+        `specs`: one for each, or one (spec or environment's name) and a `count`. `fields`: laid over each. `key`:
+        idempotency key of the whole; the same key and specs again give the same sandboxes, so that a process that was
+        restarted goes on with them. The rest: see `create`. Raises what is wrong with the request as a whole; leaving
+        the loop stops nothing.
+        """
+        transport = client._transport if client is not None else default_transport()
+        if isinstance(specs, SandboxSpec | str):
+            if count is None:
+                raise InvalidRequest("a single spec needs a count")
+            total, request = count, {"spec": make_spec(specs, fields), "count": count}
+        else:
+            if count is not None:
+                raise InvalidRequest("count goes with a single spec")
+            each = [make_spec(spec, fields) for spec in specs]
+            if not each:
+                return
+            total, request = len(each), {"specs": each}
+        url = transport.url("/v1/sandboxes:batch", deadline_s=deadline_s, key=key or transport.new_key())
+        items = _batch(transport, url, _encoded(request), total, request_timeout_s)
+        async for item in items:
+            sandbox = cls(transport, item.sandbox) if item.sandbox is not None else None
+            error = from_body(item.error) if item.error is not None else None
+            yield CreateResult(item.index, sandbox, error)
+
+    @classmethod
+    async def connect(
+        cls, sandbox_id: str, *, client: AsyncClient | None = None, request_timeout_s: float | None = None
+    ) -> AsyncSandbox:
+        """The sandbox of an id, made by this process or another. Raises `SandboxNotFound`; an ended one says why in
+        `info`."""
+        transport = client._transport if client is not None else default_transport()
+        url = transport.url(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
+        return cls(transport, await transport.call("GET", url, SandboxInfo, request_timeout_s=request_timeout_s))
+
+    @classmethod
+    async def list(
+        cls,
+        *,
+        states: Sequence[State | str] = (),
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        client: AsyncClient | None = None,
+        request_timeout_s: float | None = None,
+    ) -> list[SandboxInfo]:
+        """The project's sandboxes, at most `limit` (None: all). No `states`: all but ended ones."""
+        transport = client._transport if client is not None else default_transport()
+        found: list[SandboxInfo] = []
+        after: str | None = None
+        while limit is None or len(found) < limit:
+            url = transport.url(
+                "/v1/sandboxes",
+                state=[str(state) for state in states],
+                run=run,
+                label=[f"{name}={value}" for name, value in (labels or {}).items()],
+                limit=_PAGE if limit is None else min(_PAGE, limit - len(found)),
+                after=after,
+            )
+            page = await transport.call("GET", url, _Page, request_timeout_s=request_timeout_s)
+            found += page.sandboxes
+            after = page.next
+            if after is None:
+                break
+        return found
+
+    @classmethod
+    async def kill_many(
+        cls,
+        sandboxes: Iterable[str | AsyncSandbox | SandboxInfo],
+        *,
+        cause: Cause = Cause.DELETED,
+        client: AsyncClient | None = None,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError]:
+        """End many sandboxes; returns the errors by id, empty where all went well (an unknown one is an error, an
+        ended one not)."""
+        transport = client._transport if client is not None else default_transport()
+        ids = [each if isinstance(each, str) else each.id for each in sandboxes]
+        answer = await transport.call(
+            "POST",
+            transport.url("/v1/sandboxes:delete", cause=None if cause is Cause.DELETED else cause),
+            _Results,
+            body=_encoded({"ids": ids}),
+            headers=_JSON,
+            request_timeout_s=request_timeout_s,
+        )
+        return {result.id: from_body(result.error) for result in answer.results if result.error is not None}
+
+    # --- one sandbox ------------------------------------------------------------------------------------------------
+
+    async def refresh(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Ask the server about it; updates `info`."""
+        url = self._transport.url(self._path)
+        self.info = await self._transport.call("GET", url, SandboxInfo, request_timeout_s=request_timeout_s)
+        return self.info
+
+    async def kill(self, *, cause: Cause = Cause.DELETED, request_timeout_s: float | None = None) -> SandboxInfo:
+        """End it; returns when nothing of it is left. Again: the same answer."""
+        url = self._transport.url(self._path, cause=None if cause is Cause.DELETED else cause)
+        self.info = await self._transport.call("DELETE", url, SandboxInfo, request_timeout_s=request_timeout_s)
+        return self.info
+
+    async def renew(self, ttl_s: float | None, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Let it live `ttl_s` from now (None: for ever)."""
+        self.info = await self._transport.call(
+            "POST",
+            self._transport.url(f"{self._path}/renew"),
+            SandboxInfo,
+            body=_encoded({"ttl_s": ttl_s}),
+            headers=_JSON,
+            request_timeout_s=request_timeout_s,
+        )
+        return self.info
+
+    async def usage(self, *, request_timeout_s: float | None = None) -> Usage:
+        """Its counters now: CPU, memory, processes, disk."""
+        url = self._transport.url(f"{self._path}/usage")
+        return await self._transport.call("GET", url, Usage, request_timeout_s=request_timeout_s)
+
+    async def __aenter__(self) -> AsyncSandbox:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.kill()
+
+
+class AsyncRun:
+    """A training or evaluation job: sandboxes that are found again by name, by any process."""
+
+    def __init__(self, client: AsyncClient, name: str) -> None:
+        self._client = client
+        self.name = name
+
+    async def sandbox(
+        self,
+        name: str,
+        environment: str | SandboxSpec,
+        *,
+        deadline_s: float | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> AsyncSandbox:
+        """The live sandbox of this name in this run, or a new one. Raises `Conflict` where it exists with another
+        spec; else as `AsyncSandbox.create`."""
+        return await AsyncSandbox.create(
+            environment,
+            client=self._client,
+            deadline_s=deadline_s,
+            request_timeout_s=request_timeout_s,
+            **{**fields, "run": self.name, "name": name},
+        )
+
+    async def list(
+        self,
+        *,
+        states: Sequence[State | str] = (),
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        request_timeout_s: float | None = None,
+    ) -> list[SandboxInfo]:
+        """The run's sandboxes; see `AsyncSandbox.list`."""
+        return await AsyncSandbox.list(
+            states=states,
+            run=self.name,
+            labels=labels,
+            limit=limit,
+            client=self._client,
+            request_timeout_s=request_timeout_s,
+        )
+
+    async def kill(self, *, request_timeout_s: float | None = None) -> dict[str, DsecError]:
+        """End all of the run's sandboxes; returns the errors by id."""
+        infos = await self.list(request_timeout_s=request_timeout_s)
+        return await AsyncSandbox.kill_many(infos, client=self._client, request_timeout_s=request_timeout_s)
+
+
+def make_spec(environment: str | SandboxSpec, fields: Mapping[str, Any]) -> SandboxSpec:
+    """A spec of what a caller wrote. Raises `InvalidRequest` with the field's name for a value that can't be."""
+    if isinstance(environment, SandboxSpec):
+        if not fields:
+            return environment
+        values = {**msgspec.structs.asdict(environment), **fields}
+    else:
+        values = {"environment": environment, **fields}
+    try:
+        return msgspec.convert(values, SandboxSpec)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _encoded(value: object) -> bytes:
+    try:
+        return _ENCODER.encode(value)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise InvalidRequest(f"this can't be sent as JSON: {error}") from None
+
+
+async def _batch(
+    transport: Transport, url: Any, body: bytes, total: int, request_timeout_s: float | None
+) -> AsyncIterator[_Item]:
+    """The items of a batch, each once, over as many connections as it takes."""
+    missing = set(range(total))
+    retry = Retry(transport)
+    loop = asyncio.get_running_loop()
+    until = None if request_timeout_s is None else loop.time() + request_timeout_s
+    while missing:
+        try:
+            async with asyncio.timeout_at(until):
+                response = await transport.open("POST", url, body=body, headers=_JSON, retry=retry)
+        except TimeoutError:
+            raise timed_out(request_timeout_s or 0.0) from None
+        cut: BaseException = ConnectionResetError("the answer was cut")
+        rest = b""
+        try:
+            while missing:
+                try:
+                    async with asyncio.timeout_at(until):
+                        data = await response.content.readany()
+                except TimeoutError:
+                    raise timed_out(request_timeout_s or 0.0) from None
+                except cut_errors() as error:
+                    cut = error
+                    break
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    item = _ITEM.decode(line)
+                    if item.index in missing:
+                        missing.remove(item.index)
+                        retry = Retry(transport)
+                        yield item
+            if not missing and not response.content.is_eof():
+                await response.content.readany()
+        finally:
+            response.release()
+        if missing:
+            await retry.wait(cut)
