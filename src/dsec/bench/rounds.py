@@ -3,6 +3,7 @@ the clock."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -55,4 +56,4 @@ def percentile(values: list[float], percent: float) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(percent / 100 * len(ordered) + 0.5) - 1))]
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
