@@ -109,8 +109,8 @@ class Execution(Protocol):
     @property
     def key(self) -> str:
         """Names it in `attach`, `signal` and `release`. The caller's, or `~N` where the caller gave none; such a
-        command can be signalled by it but not attached to again, and is forgotten once its only reader has seen the
-        end (or went away)."""
+        command is forgotten once a reader has seen its end, or at its end when its last reader went away; output that
+        was read cannot be read again."""
         ...
 
     @property

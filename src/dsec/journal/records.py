@@ -154,7 +154,7 @@ class Journal:
 
     # --- API keys ---
 
-    def keys(self) -> list[KeyRecord]:
+    def api_keys(self) -> list[KeyRecord]:
         rows = self._reader.execute(
             "select hash, project, label, created_at, revoked_at from api_keys order by created_at"
         )

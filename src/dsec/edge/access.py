@@ -1,0 +1,113 @@
+"""Who may do what: API keys of projects, tokens of single sandboxes.
+
+Owns their form: `dsk_<secret>` and `dst_<sandbox id>_<secret>`, each secret 32 random bytes. Only SHA-256 of the whole
+is kept; with that much randomness a slow hash gains nothing. Comparison takes constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from dsec.edge.client import ApiKey, Principal
+from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound, Unauthenticated
+from dsec.journal.records import Journal, KeyRecord, Record
+from dsec.ports import Clock
+from dsec.spec.sandbox import NAME_PATTERN
+
+_ID_CHARACTERS = 16
+
+
+def digest(secret: str) -> str:
+    """What is kept of a key or token."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def new_token(sandbox_id: str) -> str:
+    return f"dst_{sandbox_id}_{secrets.token_urlsafe(32)}"
+
+
+class Access:
+    """Checks bearers against records."""
+
+    def __init__(self, journal: Journal, clock: Clock, find: Callable[[str], Record | None]) -> None:
+        """`find`: the record of a sandbox, live or ended."""
+        self._journal = journal
+        self._clock = clock
+        self._find = find
+        self._keys = {key.hash: key for key in journal.api_keys()}
+
+    def authenticate(self, bearer: str) -> Principal:
+        """Whose this is. Raises `Unauthenticated`."""
+        hashed = digest(bearer)
+        if bearer.startswith("dst_"):
+            record = self._find(bearer[4:].partition("_")[0])
+            if record is not None and hmac.compare_digest(record.token, hashed):
+                return Principal(record.project, record.id)
+        else:
+            key = self._keys.get(hashed)  # by hash: how far it matches says nothing about the key
+            if key is not None and key.revoked_at is None:
+                return Principal(key.project, None, key.label)
+        raise Unauthenticated(
+            "the API key or token is not valid", remedy="Check DSEC_API_KEY, or make a key on the server."
+        )
+
+    def authorize(self, principal: Principal, sandbox_id: str) -> None:
+        """Raises `SandboxNotFound` or `PermissionDenied`."""
+        if principal.sandbox_id is not None:
+            if principal.sandbox_id != sandbox_id:
+                raise PermissionDenied(
+                    "this token is for another sandbox", remedy="Use that sandbox's token, or an API key."
+                )
+            return
+        record = self._find(sandbox_id)
+        if record is None or record.project != principal.project:
+            raise no_sandbox(sandbox_id)
+
+    async def create_key(self, project: str, label: str) -> str:
+        """A new key. Raises `InvalidRequest`."""
+        if not re.fullmatch(NAME_PATTERN, project) or len(label) > 200:
+            raise InvalidRequest(
+                "a project is letters, digits and ._/@:+- (at most 200), a label at most 200 characters"
+            )
+        secret = f"dsk_{secrets.token_urlsafe(32)}"
+        key = KeyRecord(hash=digest(secret), project=project, label=label, created_at=self._clock.now())
+        await self._journal.put_key(key)
+        self._keys[key.hash] = key
+        return secret
+
+    async def revoke_key(self, key_id: str) -> None:
+        """Idempotent. Raises `NotFound`."""
+        found = [key for key in self._keys.values() if key.hash[:_ID_CHARACTERS] == key_id]
+        if not found:
+            raise NotFound(f"there is no API key {key_id}")
+        for key in found:
+            if key.revoked_at is None:
+                revoked = replace(key, revoked_at=self._clock.now())
+                self._keys[key.hash] = revoked  # at once, even if the record takes its time
+                await self._journal.put_key(revoked)
+
+    def list_keys(self, project: str | None) -> list[ApiKey]:
+        return [
+            ApiKey(
+                id=key.hash[:_ID_CHARACTERS],
+                project=key.project,
+                label=key.label,
+                created_at=key.created_at,
+                revoked_at=key.revoked_at,
+            )
+            for key in self._keys.values()
+            if project is None or key.project == project
+        ]
+
+
+def no_sandbox(sandbox_id: str) -> SandboxNotFound:
+    """For an id that was never given out, is another project's, or whose record is gone: all look the same."""
+    return SandboxNotFound(
+        f"there is no sandbox {sandbox_id[:64]}", remedy="Records of ended sandboxes are kept for a day."
+    )

@@ -1,0 +1,408 @@
+"""Commands in sandboxes: keys, defaults, attaching, statuses.
+
+Owns the table of a sandbox's commands. Invariants: a key starts at most one command while the sandbox lives and its
+result is kept (and
+`max_kept_commands` results beyond that are remembered without their output); a caller that goes away stops nothing; an
+unkeyed command is released when its reader has seen the end, or by this edge when the reader went away.
+
+The guest keeps a key as 32 bytes, half the hash of the caller's key and half the hash of the request, so that an edge
+that takes over can tell a repeated request from a different one under the same key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from dsec.edge.config import EdgeConfig
+from dsec.edge.lives import Lives
+from dsec.edge.outcome import Asked, status_of
+from dsec.edge.sandbox import Sandbox, ended_error
+from dsec.edge.tasks import Tasks, log, quiet
+from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, OutcomeUnknown
+from dsec.ports import Clock, Operation, Usage
+from dsec.spec.operations import Chunk, ExecFlag, Kind, OpRequest
+from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec, State, invalid_exec
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_HALF_KEY = 16
+_USAGE_FRESH_S = 1.0
+_MAX_TIMEOUT_MS = (1 << 53) - 1
+_encode = msgspec.json.Encoder().encode
+
+
+class Command:
+    """One command of a sandbox, for as long as the edge knows it."""
+
+    __slots__ = (
+        "asked",
+        "before",
+        "failure",
+        "guest_key",
+        "key",
+        "operation",
+        "reads",
+        "signalled",
+        "starting",
+        "status",
+    )
+
+    def __init__(self, key: str, guest_key: bytes | None, asked: Asked, before: Usage) -> None:
+        self.key = key
+        self.guest_key = guest_key
+        self.asked = asked
+        self.before = before
+        self.operation: Operation | None = None
+        self.starting: asyncio.Task[None] | None = None
+        self.signalled = 0
+        self.reads = 0
+        self.status: ExecStatus | None = None
+        self.failure: DsecError | None = None
+
+    def live(self) -> Operation:
+        """Its operation; callers have waited for `starting`."""
+        if self.operation is None:
+            raise OutcomeUnknown("the command's start was cut off")
+        return self.operation
+
+
+class RunningCommand:
+    """A caller's hold on a command: `dsec.edge.client.Execution`."""
+
+    __slots__ = ("_command", "_commands", "_sandbox", "attached")
+
+    def __init__(self, commands: Commands, sandbox: Sandbox, command: Command, attached: bool) -> None:
+        self._commands = commands
+        self._sandbox = sandbox
+        self._command = command
+        self.attached = attached
+
+    @property
+    def key(self) -> str:
+        return self._command.key
+
+    @property
+    def stdin_offset(self) -> int:
+        return self._command.live().stdin_offset
+
+    async def started(self) -> int | None:
+        try:
+            return await self._command.live().started()
+        except OutcomeUnknown as error:
+            raise await self._commands.explain(self._sandbox, error) from error
+
+    def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | ExecStatus, None]:
+        return self._commands.events(self._sandbox, self._command, stdout_from, stderr_from)
+
+    async def write_stdin(self, data: bytes, offset: int | None = None) -> int:
+        try:
+            return await self._command.live().write(data, offset)
+        except OutcomeUnknown as error:
+            raise await self._commands.explain(self._sandbox, error) from error
+
+    async def close_stdin(self) -> None:
+        await self._command.live().close_stdin()
+
+
+class Commands:
+    """Starts and finds commands."""
+
+    def __init__(self, *, lives: Lives, clock: Clock, config: EdgeConfig, tasks: Tasks) -> None:
+        self._lives = lives
+        self._clock = clock
+        self._config = config
+        self._tasks = tasks
+
+    async def exec(self, sandbox: Sandbox, spec: ExecSpec) -> RunningCommand:
+        """See `EdgeClient.exec`."""
+        sandbox.running()
+        sandbox.active_at = self._clock.monotonic()
+        why = invalid_exec(spec)
+        if why is not None:
+            raise InvalidRequest(why)
+        guest_key = None if spec.key is None else _guest_key(spec)
+        table = self._table(sandbox)
+        if spec.key is not None and guest_key is not None:
+            known = table.get(guest_key[:_HALF_KEY])
+            if known is not None:
+                return await self._again(sandbox, known, spec.key, guest_key)
+        request, asked = _request(sandbox.record.spec, spec, guest_key)
+        command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
+        if guest_key is not None:
+            self._make_room(sandbox, table)
+            table[guest_key[:_HALF_KEY]] = command
+        command.starting = self._tasks.spawn(self._start(sandbox, command, request))
+        quiet(command.starting)
+        try:
+            await asyncio.shield(command.starting)
+        except asyncio.CancelledError:
+            if guest_key is None:
+                command.starting.add_done_callback(lambda _: self._abandon(sandbox, command, (0, 0)))
+            raise
+        command.starting = None
+        return RunningCommand(self, sandbox, command, attached=False)
+
+    async def attach(self, sandbox: Sandbox, key: str) -> RunningCommand:
+        """See `EdgeClient.attach`."""
+        sandbox.running()
+        command = self._find(sandbox, key)
+        if command is None:
+            raise NotFound(
+                f"there is no command with the key {key!r} in sandbox {sandbox.id}",
+                remedy="It was released, or never started; commands without a key are forgotten when they end.",
+            )
+        if command.starting is not None:
+            await asyncio.shield(command.starting)
+        self._check_kept(sandbox, command)
+        if not command.key:
+            command.key = key  # an earlier edge's: only the hash was known
+        return RunningCommand(self, sandbox, command, attached=True)
+
+    async def signal(self, sandbox: Sandbox, key: str, signal: int, scope: int) -> None:
+        """See `EdgeClient.signal`."""
+        execution = await self.attach(sandbox, key)
+        command = execution._command
+        operation = command.live()
+        if operation.end is None:
+            command.signalled |= 1 << signal
+            await operation.signal(signal, scope)
+
+    async def release(self, sandbox: Sandbox, key: str) -> None:
+        """See `EdgeClient.release`."""
+        command = self._find(sandbox, key)
+        if command is None:
+            return
+        if command.starting is not None:
+            await asyncio.wait([command.starting])
+        self._drop(sandbox, command)
+        if command.operation is not None:
+            await asyncio.shield(self._tasks.spawn(command.operation.release()))
+
+    def adopt(self, sandbox: Sandbox) -> None:
+        """Take over the keyed commands that an earlier edge started. (Unkeyed ones, whose callers are gone, run on and
+        are dropped by the channel when they end.)"""
+        for operation in sandbox.running().channel.operations():
+            key = operation.key
+            if operation.kind is Kind.EXEC and key is not None and len(key) == 2 * _HALF_KEY:
+                command = Command("", key, Asked(), self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
+                command.operation = operation
+                self._table(sandbox)[key[:_HALF_KEY]] = command
+
+    async def events(
+        self, sandbox: Sandbox, command: Command, stdout_from: int, stderr_from: int
+    ) -> AsyncGenerator[Chunk | ExecStatus, None]:
+        """See `Execution.events`."""
+        at = [stdout_from, stderr_from]
+        seen = False
+        command.reads += 1
+        self._lives.use(sandbox)
+        try:
+            async with aclosing(command.live().read(stdout_from, stderr_from)) as items:
+                async for item in items:
+                    if type(item) is Chunk:
+                        at[item.stderr] = item.offset + len(item.data)
+                        yield item
+            status = self._settle(sandbox, command)
+            if command.guest_key is None:
+                seen = True
+                self._drop(sandbox, command)
+                await command.live().release()
+            yield status
+        except OutcomeUnknown as error:
+            raise await self.explain(sandbox, error) from error
+        finally:
+            command.reads -= 1
+            self._lives.unuse(sandbox)
+            if command.guest_key is None and not seen and not command.reads:
+                self._abandon(sandbox, command, (at[0], at[1]))
+
+    async def explain(self, sandbox: Sandbox, error: OutcomeUnknown) -> DsecError:
+        """Why the guest is gone: the channel breaks a moment before the sandbox's end is known."""
+        deadline = self._clock.monotonic() + 2 * self._config.lost_grace_s
+        while sandbox.state is State.RUNNING and self._clock.monotonic() < deadline:
+            await self._clock.sleep(0.01)
+        return error if sandbox.state is State.RUNNING else ended_error(sandbox.record)
+
+    # --- inside ---
+
+    def _table(self, sandbox: Sandbox) -> dict[bytes | int, Command]:
+        if sandbox.commands is None:
+            sandbox.commands = {}
+        return sandbox.commands
+
+    def _find(self, sandbox: Sandbox, key: str) -> Command | None:
+        table = sandbox.commands
+        if not table:
+            return None
+        if key.startswith("~"):
+            return table.get(int(key[1:])) if key[1:].isascii() and key[1:].isdigit() else None
+        return table.get(_hash(key))
+
+    async def _again(self, sandbox: Sandbox, command: Command, key: str, guest_key: bytes) -> RunningCommand:
+        if command.guest_key != guest_key:
+            raise Conflict(
+                f"the key {key!r} was used for a different command",
+                remedy="A key goes with one request; use a new one.",
+            )
+        return await self.attach(sandbox, key)
+
+    async def _start(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
+        try:
+            operation = await sandbox.running().channel.start(request)
+        except BaseException as error:
+            self._drop(sandbox, command)
+            if isinstance(error, OutcomeUnknown):
+                raise await self.explain(sandbox, error) from error
+            raise
+        command.operation = operation
+        if command.guest_key is None:
+            command.key = f"~{operation.op}"
+            self._table(sandbox)[operation.op] = command
+
+    def _settle(self, sandbox: Sandbox, command: Command) -> ExecStatus:
+        """The status of a command that has ended: worked out once, the same for every reader."""
+        if command.failure is not None:
+            raise command.failure
+        if command.status is None:
+            end = command.live().end
+            if end is None:
+                raise OutcomeUnknown("the command's output ended without its result")
+            try:
+                after = self._usage(sandbox, fresh_s=0.0)
+                command.status = status_of(end, command.before, after, command.asked, command.signalled)
+            except DsecError as error:
+                command.failure = error
+                raise
+        return command.status
+
+    def _usage(self, sandbox: Sandbox, fresh_s: float) -> Usage:
+        """The sandbox's counters; a reading of at most `fresh_s` ago will do."""
+        now = self._clock.monotonic()
+        if sandbox.usage is None or now - sandbox.usage_at > fresh_s or not fresh_s:
+            try:
+                sandbox.usage = sandbox.running().usage()
+            except (OSError, DsecError) as error:  # it is ending: what was read last is the truth that is left
+                log.debug("sandbox %s: no counters: %s", sandbox.id, error)
+                sandbox.usage = sandbox.usage or Usage()
+            sandbox.usage_at = now
+        return sandbox.usage
+
+    def _drop(self, sandbox: Sandbox, command: Command) -> None:
+        table = sandbox.commands
+        if table is None:
+            return
+        ident = _ident(command)
+        if ident is not None and table.get(ident) is command:
+            del table[ident]
+
+    def _abandon(self, sandbox: Sandbox, command: Command, at: tuple[int, int]) -> None:
+        """Its only reader is gone: read on in its place, so that it isn't stopped by a full window, and forget it at
+        its end."""
+        operation = command.operation
+        if operation is None or sandbox.state is not State.RUNNING:
+            return
+
+        async def drain() -> None:
+            try:
+                async with aclosing(operation.read(*at)) as items:
+                    async for _ in items:
+                        pass
+            except DsecError as error:
+                log.debug("sandbox %s: an abandoned command: %s", sandbox.id, error)
+            if not command.reads:
+                self._drop(sandbox, command)
+                await operation.release()
+
+        self._tasks.spawn(drain())
+
+    def _make_room(self, sandbox: Sandbox, table: dict[bytes | int, Command]) -> None:
+        """Forget the oldest results where too many are kept."""
+        if len(table) < self._config.max_kept_commands:
+            return
+        for command in list(table.values()):
+            operation = command.operation
+            if operation is not None and operation.end is not None and not command.reads:
+                self._drop(sandbox, command)
+                self._tasks.spawn(operation.release())
+                if len(table) < self._config.max_kept_commands:
+                    return
+
+    def _check_kept(self, sandbox: Sandbox, command: Command) -> None:
+        """Raises `Conflict` where the channel has dropped the result of a command that ran: it must not run again."""
+        operation, guest_key = command.operation, command.guest_key
+        if operation is None or guest_key is None or operation.end is None:
+            return
+        if sandbox.running().channel.find(guest_key) is not operation:
+            status = self._settle(sandbox, command)
+            raise Conflict(
+                "the command of this key has run, and its output is no longer kept",
+                remedy="Use a new key to run it again.",
+                exit_code=status.exit_code,
+                cause=status.cause.value,
+            )
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:_HALF_KEY]
+
+
+def _guest_key(spec: ExecSpec) -> bytes:
+    key = spec.key or ""
+    if key.startswith("~") or not 1 <= len(key) <= 120:
+        raise InvalidRequest("a key has 1 to 120 characters and does not begin with '~'", field="key")
+    strings: list[object] = [spec.argv, spec.env, spec.cwd, spec.user, spec.stdin, spec.command_timeout_s]
+    strings += [spec.output_bytes, spec.merge_stderr, spec.kill_leftovers]
+    try:
+        request = _encode(strings)
+    except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
+        request = repr(strings).encode("ascii", "backslashreplace")
+    return _hash(key) + hashlib.sha256(request).digest()[:_HALF_KEY]
+
+
+def _ident(command: Command) -> bytes | int | None:
+    if command.guest_key is not None:
+        return command.guest_key[:_HALF_KEY]
+    return None if command.operation is None else command.operation.op
+
+
+def _request(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) -> tuple[OpRequest, Asked]:
+    """The guest's request: the command's own values over the sandbox's over the defaults."""
+    user = spec.user if spec.user is not None else sandbox.user
+    cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
+    env = {"PATH": PATH}
+    if user in ("root", "0"):
+        env["HOME"] = "/root"
+    env.update(sandbox.env)
+    env.update(spec.env)
+    timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s
+    output_bytes = spec.output_bytes if spec.output_bytes is not None else sandbox.output_bytes
+    flags = ExecFlag(0)
+    if spec.stdin:
+        flags |= ExecFlag.STDIN
+    if spec.kill_leftovers:
+        flags |= ExecFlag.KILL_LEFTOVERS
+    if spec.merge_stderr:
+        flags |= ExecFlag.MERGE
+    try:
+        request = OpRequest(
+            argv=tuple([_bytes(argument) for argument in spec.argv]),
+            env=tuple([_bytes(f"{name}={value}") for name, value in env.items()]),
+            cwd=_bytes(cwd),
+            user=_bytes(user),
+            timeout_ms=None if timeout_s is None else min(max(1, round(timeout_s * 1000)), _MAX_TIMEOUT_MS),
+            output_cap=output_bytes,
+            key=guest_key,
+            flags=flags,
+            open_files=sandbox.open_files,
+        )
+    except UnicodeEncodeError:
+        raise InvalidRequest("argv, env, cwd or user hold characters that have no bytes (lone surrogates)") from None
+    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

@@ -1,0 +1,478 @@
+"""The life of every sandbox of a node, from the queue to its last trace.
+
+Owns the records of live sandboxes and every change of their state (by the table in `dsec.lifecycle`). Invariants:
+
+- A change is decided in one synchronous step; the I/O that follows runs in tasks of the edge's own, so that a caller
+  that goes away tears nothing.
+- On disk, `starting` with its handle comes before the backend makes anything, `ending` with its cause before it
+  removes anything,
+  `ended` only when nothing is left. So after a crash at any point `recover` can finish what was begun.
+- A sandbox is taken down once, whatever the number of reasons; removal that fails is tried again, and the sandbox
+  stays on record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from dsec.edge.client import Created
+from dsec.edge.config import Capacity, EdgeConfig
+from dsec.edge.gate import Gate
+from dsec.edge.sandbox import Sandbox, ended_error, info_of
+from dsec.edge.tasks import Tasks, log, quiet
+from dsec.edge.timers import Due, Timers
+from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Internal, Unavailable
+from dsec.journal.records import PRUNE_STEP, Journal, Record
+from dsec.lifecycle import Event, next_state
+from dsec.plan.expiry import expiry
+from dsec.ports import Backend, Clock, Instance, InstanceEnd
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, State
+
+T = TypeVar("T")
+_RETRY_S = 0.2
+_MAX_RETRY_S = 60.0
+
+
+class Lives:
+    """All sandboxes that haven't ended."""
+
+    def __init__(
+        self,
+        *,
+        backends: Mapping[str, Backend],
+        journal: Journal,
+        clock: Clock,
+        config: EdgeConfig,
+        capacity: Capacity,
+        tasks: Tasks,
+    ) -> None:
+        self.sandboxes: dict[str, Sandbox] = {}
+        self.names: dict[tuple[str, str, str], Sandbox] = {}
+        self.created_total = 0
+        self.failed_total = 0
+        self.ending = 0
+        self._backends = backends
+        self._journal = journal
+        self._clock = clock
+        self._config = config
+        self._tasks = tasks
+        self.gate = Gate(config, capacity, self._admitted)
+        self.timers = Timers(clock, tasks, self._due)
+        self._to_end: deque[Sandbox] = deque()
+        self._ending_now = 0
+        self._empty = asyncio.Event()
+
+    @property
+    def stuck(self) -> int:
+        """Sandboxes whose removal failed at least once."""
+        return sum(1 for sandbox in self.sandboxes.values() if sandbox.removal_failures)
+
+    # --- beginning ---
+
+    def enter(self, record: Record, backend: Backend, token: str, deadline_s: float | None) -> asyncio.Future[Created]:
+        """Queue a new sandbox; the future resolves when it runs, or fails with why it doesn't. Raises what
+        `Gate.check` raises."""
+        self.gate.check(record.spec.memory_bytes)
+        now = self._clock.monotonic()
+        sandbox = Sandbox(record, backend, now)
+        sandbox.token = token
+        ready: asyncio.Future[Created] = asyncio.get_running_loop().create_future()
+        quiet(ready)
+        sandbox.ready = ready
+        self._keep(sandbox)
+        self.gate.enter(sandbox)
+        if sandbox.state is State.QUEUED:
+            wait_s = self._config.deadline_s if deadline_s is None else max(0.0, deadline_s)
+            self.timers.set(("queue", sandbox.id), now + wait_s)
+            if self.gate.queued == 1:
+                self.timers.set(("pump", ""), now + self._config.recheck_s)
+        return ready
+
+    def _admitted(self, sandbox: Sandbox) -> None:
+        """The gate lets it start."""
+        now = self._clock.monotonic()
+        self.timers.set(("queue", sandbox.id), None)
+        record = sandbox.record
+        sandbox.due = None if record.spec.ttl_s is None else now + record.spec.ttl_s
+        sandbox.record = replace(
+            record,
+            state=next_state(record.state, Event.ADMITTED),
+            queue_ms=(now - sandbox.queued_at) * 1e3,
+            expires_at=None if record.spec.ttl_s is None else self._clock.now() + record.spec.ttl_s,
+        )
+        self._tasks.spawn(self._bring_up(sandbox, now))
+
+    async def _bring_up(self, sandbox: Sandbox, began: float) -> None:
+        instance: Instance | None = None
+        failure: DsecError | None = None
+        try:
+            instance = await self._make(sandbox)
+        except TimeoutError:
+            failure = CreateFailed(
+                f"the sandbox did not answer within {self._config.create_timeout_s:g} s", remedy="Try again."
+            )
+        except DsecError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001  a backend's bug must not leave behind what it made
+            failure = _bug(f"the backend {sandbox.record.backend!r} failed", error)
+        finally:
+            self.gate.started()
+        if failure is not None:
+            self._failed(sandbox, failure)
+        elif instance is not None:
+            self._runs(sandbox, instance, (self._clock.monotonic() - began) * 1e3)
+
+    async def _make(self, sandbox: Sandbox) -> Instance:
+        record, backend = sandbox.record, sandbox.backend
+        sandbox.record = record = replace(record, handle=backend.reserve(record.id, record.spec))
+        await self._journal.put(record)
+        async with asyncio.timeout(self._config.create_timeout_s):
+            return await backend.create(record.id, record.spec, record.handle)
+
+    def _runs(self, sandbox: Sandbox, instance: Instance, create_ms: float) -> None:
+        sandbox.instance = instance
+        state = next_state(sandbox.state, Event.STARTED)
+        sandbox.record = replace(sandbox.record, state=state, create_ms=create_ms)
+        if state is State.ENDING:  # deleted while it was made
+            self._queue_end(sandbox)
+            return
+        self._journal.put_lazily(sandbox.record)
+        self.created_total += 1
+        self._watch(sandbox, instance)
+        sandbox.active_at = self._clock.monotonic()
+        self._set_expiry(sandbox)
+        ready, sandbox.ready = sandbox.ready, None
+        token, sandbox.token = sandbox.token, None
+        if ready is not None and not ready.done():
+            ready.set_result(Created(sandbox.info(token)))
+
+    def _failed(self, sandbox: Sandbox, failure: DsecError) -> None:
+        self.failed_total += 1
+        record = sandbox.record
+        cause, message = record.cause or Cause.CREATE_FAILED, record.message or failure.message
+        sandbox.record = replace(record, state=next_state(record.state, Event.FAILED), cause=cause, message=message)
+        self._settle_ready(sandbox, failure)
+        self._queue_end(sandbox)
+
+    # --- ending ---
+
+    def end(self, sandbox: Sandbox, cause: Cause, message: str = "") -> asyncio.Future[SandboxInfo]:
+        """End it, if it isn't ending already; the future (shared: shield it) resolves when nothing is left."""
+        future = self.ended(sandbox)
+        if sandbox.state not in (State.ENDING, State.ENDED):
+            self._end(sandbox, Event.END, cause, message)
+        return future
+
+    def _end(self, sandbox: Sandbox, event: Event, cause: Cause, message: str) -> None:
+        before = sandbox.state
+        sandbox.record = replace(sandbox.record, state=next_state(before, event), cause=cause, message=message)
+        self._settle_ready(sandbox, ended_error(sandbox.record))
+        if before is State.QUEUED:
+            self.gate.leave_queue(sandbox)
+            self.timers.set(("queue", sandbox.id), None)
+            self._tasks.spawn(self._end_queued(sandbox))
+        elif before is State.RUNNING:
+            self._queue_end(sandbox)
+        # STARTING: the task that makes it goes on to take it down
+
+    async def _end_queued(self, sandbox: Sandbox) -> None:
+        """Nothing was made; the record only says why, for who asks again."""
+        sandbox.record = replace(sandbox.record, ended_at=self._clock.now())
+        try:
+            await self._journal.put(sandbox.record)
+        except DsecError as error:
+            log.warning("sandbox %s: its end is not on record: %s", sandbox.id, error)
+        self._forget(sandbox)
+
+    def _queue_end(self, sandbox: Sandbox) -> None:
+        self.timers.set(("life", sandbox.id), None)
+        self.timers.set(("lost", sandbox.id), None)
+        self.ending += 1
+        self._to_end.append(sandbox)
+        self._pump_ends()
+
+    def _pump_ends(self) -> None:
+        while self._to_end and self._ending_now < self._config.max_ending:
+            self._ending_now += 1
+            self._tasks.spawn(self._take_down(self._to_end.popleft()))
+
+    async def _take_down(self, sandbox: Sandbox) -> None:
+        try:
+            try:
+                await self._journal.put(sandbox.record)
+            except DsecError as error:  # resources matter more than the record of why
+                log.warning("sandbox %s: its cause is not on record: %s", sandbox.id, error)
+            await sandbox.backend.destroy(sandbox.id, sandbox.record.handle)
+            if sandbox.instance is not None:
+                await sandbox.instance.channel.close()
+            ended = replace(sandbox.record, state=next_state(sandbox.state, Event.CLEANED), ended_at=self._clock.now())
+            await self._journal.put(ended)
+        except DsecError as error:
+            self._still_there(sandbox, error)
+        except Exception as error:  # noqa: BLE001  what can't be removed stays on record and is tried again
+            self._still_there(sandbox, _bug(f"the backend {sandbox.record.backend!r} failed to remove it", error))
+        else:
+            sandbox.record = ended
+            self.ending -= 1
+            self.gate.left(sandbox)
+            self._forget(sandbox)
+        finally:
+            self._ending_now -= 1
+            self._pump_ends()
+
+    def _still_there(self, sandbox: Sandbox, error: DsecError) -> None:
+        delay_s = min(_MAX_RETRY_S, _RETRY_S * 2**sandbox.removal_failures)
+        sandbox.removal_failures += 1
+        log.warning("sandbox %s: removal failed (%s); again in %g s", sandbox.id, error, delay_s)
+        waiting, sandbox.ended = sandbox.ended, None
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(
+                Unavailable(
+                    f"sandbox {sandbox.id} could not be removed yet: {error.message}",
+                    remedy="The server goes on trying; delete it again to wait for it.",
+                )
+            )
+        self.timers.set(("remove", sandbox.id), self._clock.monotonic() + delay_s)
+
+    def ended(self, sandbox: Sandbox) -> asyncio.Future[SandboxInfo]:
+        """Resolves (shared: shield it) when nothing of it is left; fails where an attempt to remove it failed."""
+        if sandbox.ended is None:
+            sandbox.ended = asyncio.get_running_loop().create_future()
+            quiet(sandbox.ended)
+        return sandbox.ended
+
+    def _settle_ready(self, sandbox: Sandbox, failure: DsecError) -> None:
+        ready, sandbox.ready, sandbox.token = sandbox.ready, None, None
+        if ready is not None and not ready.done():
+            ready.set_exception(failure)
+
+    # --- by itself ---
+
+    def _watch(self, sandbox: Sandbox, instance: Instance) -> None:
+        sandbox.gone = self._future(instance.ended())
+        sandbox.gone.add_done_callback(functools.partial(self._gone, sandbox))
+        sandbox.lost = self._future(instance.channel.lost())
+        sandbox.lost.add_done_callback(functools.partial(self._lost, sandbox))
+
+    def _future(self, awaitable: Awaitable[T]) -> asyncio.Future[T]:
+        if isinstance(awaitable, asyncio.Future):
+            return awaitable  # no task each for thousands of idle sandboxes
+
+        async def wait() -> T:
+            return await awaitable
+
+        return self._tasks.spawn(wait())
+
+    def _gone(self, sandbox: Sandbox, future: asyncio.Future[InstanceEnd]) -> None:
+        if sandbox.state is not State.RUNNING or future.cancelled():
+            return
+        error = future.exception()
+        end = InstanceEnd(Cause.NODE_LOST, f"the backend lost sight of it: {error}") if error else future.result()
+        self._end(sandbox, Event.GONE, end.cause, end.message)
+
+    def _lost(self, sandbox: Sandbox, future: asyncio.Future[str]) -> None:
+        """Its channel is of no use any more. Most likely its end is about to be reported, with a better reason: wait a
+        moment."""
+        if sandbox.state is State.RUNNING and not future.cancelled():
+            self.timers.set(("lost", sandbox.id), self._clock.monotonic() + self._config.lost_grace_s)
+
+    # --- time ---
+
+    def renew(self, sandbox: Sandbox, ttl_s: float | None) -> asyncio.Future[None]:
+        """Its TTL counts from now. Raises as `Sandbox.running`. The future resolves when that is durable."""
+        sandbox.running()
+        now = self._clock.monotonic()
+        sandbox.due = None if ttl_s is None else now + ttl_s
+        sandbox.record = replace(sandbox.record, expires_at=None if ttl_s is None else self._clock.now() + ttl_s)
+        self._set_expiry(sandbox)
+        return self._journal.put(sandbox.record)
+
+    def use(self, sandbox: Sandbox) -> None:
+        """A request begins to use it; `unuse` when it is over."""
+        sandbox.requests += 1
+
+    def unuse(self, sandbox: Sandbox) -> None:
+        sandbox.requests -= 1
+        sandbox.active_at = self._clock.monotonic()
+        # A TTL that is set stays right; an idle TTL is looked at when it is due, not moved with every request.
+
+    def _set_expiry(self, sandbox: Sandbox) -> None:
+        first = expiry(ttl_due=sandbox.due, idle_ttl_s=sandbox.record.spec.idle_ttl_s, idle_since=sandbox.active_at)
+        self.timers.set(("life", sandbox.id), None if first is None else first.due)
+
+    def _expire(self, sandbox: Sandbox) -> None:
+        now = self._clock.monotonic()
+        if self._in_use(sandbox):
+            sandbox.active_at = now
+        first = expiry(ttl_due=sandbox.due, idle_ttl_s=sandbox.record.spec.idle_ttl_s, idle_since=sandbox.active_at)
+        if first is None or first.due > now:
+            self._set_expiry(sandbox)
+        else:
+            self._end(sandbox, Event.END, first.cause, "")
+
+    def _in_use(self, sandbox: Sandbox) -> bool:
+        if sandbox.requests:
+            return True
+        instance = sandbox.instance
+        return instance is not None and any(operation.end is None for operation in instance.channel.operations())
+
+    def _due(self, key: Due) -> None:
+        what, sandbox_id = key
+        sandbox = self.sandboxes.get(sandbox_id)
+        if what == "pump":
+            self.gate.pump()
+            if self.gate.queued:
+                self.timers.set(key, self._clock.monotonic() + self._config.recheck_s)
+        elif what == "prune":
+            self.timers.set(key, self._clock.monotonic() + self._config.prune_interval_s)
+            self._tasks.spawn(self._prune())
+        elif sandbox is None:
+            return
+        elif what == "queue":
+            self._refuse(sandbox)
+        elif what == "remove":
+            self._to_end.append(sandbox)
+            self._pump_ends()
+        elif sandbox.state is not State.RUNNING:
+            return
+        elif what == "life":
+            self._expire(sandbox)
+        elif what == "lost" and sandbox.lost is not None:
+            why = sandbox.lost.exception() or sandbox.lost.result()
+            self._end(sandbox, Event.GONE, Cause.GUEST_EXITED, f"the channel to its guest broke: {why}")
+
+    def _refuse(self, sandbox: Sandbox) -> None:
+        """Its deadline passed in the queue. Nothing was made, nothing goes on record."""
+        if not self.gate.leave_queue(sandbox):
+            return
+        wait = self.gate.wait
+        sandbox.record = replace(sandbox.record, state=next_state(sandbox.state, Event.FAILED))
+        self._settle_ready(
+            sandbox,
+            AdmissionTimeout(
+                f"no capacity before the deadline: {wait.value if wait else 'creations before it took their time'}",
+                remedy="Try again later, or wait longer (deadline_s).",
+            ),
+        )
+        self._forget(sandbox)
+
+    async def _prune(self) -> None:
+        while await self._journal.prune(self._clock.now()) >= PRUNE_STEP:
+            pass
+
+    # --- membership ---
+
+    def _keep(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        self.sandboxes[record.id] = sandbox
+        if record.name is not None:
+            self.names[record.project, record.run, record.name] = sandbox
+        self._empty.clear()
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        self.sandboxes.pop(record.id, None)
+        if record.name is not None and self.names.get((record.project, record.run, record.name)) is sandbox:
+            del self.names[record.project, record.run, record.name]
+        ended, sandbox.ended = sandbox.ended, None
+        if ended is not None and not ended.done():
+            ended.set_result(info_of(record))
+        if not self.sandboxes:
+            self._empty.set()
+
+    # --- across incarnations ---
+
+    async def recover(self) -> list[Sandbox]:
+        """Open the backends with what is on record; returns the sandboxes that run on. The others are finished in the
+        background."""
+        by_backend: dict[str, list[Record]] = {name: [] for name in self._backends}
+        for record in self._journal.live():
+            if record.backend not in by_backend:
+                raise Unavailable(
+                    f"there are sandboxes of the backend {record.backend!r} on record, which this server doesn't serve",
+                    remedy="Start it with that backend, or end them first.",
+                )
+            by_backend[record.backend].append(record)
+        adopted = []
+        for name, backend in self._backends.items():
+            records = by_backend[name]
+            instances = await backend.open({record.id: record.handle for record in records})
+            for record in records:
+                sandbox = Sandbox(record, backend, self._clock.monotonic())
+                self._keep(sandbox)
+                self.gate.take_in(sandbox)
+                if self._adopt(sandbox, instances.get(record.id)):
+                    adopted.append(sandbox)
+        self.timers.start()
+        self.timers.set(("prune", ""), self._clock.monotonic() + self._config.prune_interval_s)
+        return adopted
+
+    def _adopt(self, sandbox: Sandbox, instance: Instance | None) -> bool:
+        record = sandbox.record
+        sandbox.instance = instance
+        if record.state is State.ENDING:
+            self._queue_end(sandbox)
+            return False
+        if instance is None:
+            half_made = record.state is State.STARTING
+            sandbox.record = replace(
+                record,
+                state=next_state(record.state, Event.GONE),
+                cause=Cause.CREATE_FAILED if half_made else Cause.NODE_LOST,
+                message="the server went down while it was made"
+                if half_made
+                else "it was gone when the server came back",
+            )
+            self._queue_end(sandbox)
+            return False
+        if record.state is State.STARTING:
+            sandbox.record = replace(record, state=next_state(record.state, Event.STARTED))
+            self._journal.put_lazily(sandbox.record)
+        if record.expires_at is not None:
+            sandbox.due = self._clock.monotonic() + (record.expires_at - self._clock.now())
+        self._watch(sandbox, instance)
+        self._set_expiry(sandbox)
+        return True
+
+    async def end_all(self, cause: Cause, timeout_s: float) -> bool:
+        """End every sandbox, paced; False where some were still there after `timeout_s`."""
+        for sandbox in list(self.sandboxes.values()):
+            self.end(sandbox, cause)
+        return await self._until_empty(timeout_s)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Refuse what is queued, then wait for what is being made or taken down."""
+        for sandbox in list(self.sandboxes.values()):
+            if self.gate.leave_queue(sandbox):
+                self._settle_ready(sandbox, Unavailable("the server is stopping", remedy="Try again when it is back."))
+                self._forget(sandbox)
+        deadline = self._clock.monotonic() + timeout_s
+        while self._unsettled() and self._clock.monotonic() < deadline:
+            await self._clock.sleep(0.01)
+
+    def _unsettled(self) -> bool:
+        return self.gate.starting > 0 or self._ending_now > 0
+
+    async def _until_empty(self, timeout_s: float) -> bool:
+        if not self.sandboxes:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _bug(what: str, error: BaseException) -> DsecError:
+    log.error("%s", what, exc_info=error)
+    failure = Internal(f"{what}: {type(error).__name__}: {error}", remedy="Report this together with the server's log.")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,380 @@
+"""The edge of one node: `EdgeClient` in process, put together from the parts of this package.
+
+Owns nothing but the composition and the order of opening and closing. Make one with `Edge.open`, end it with `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+from dsec.channel import files
+from dsec.edge.access import Access, no_sandbox
+from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, Page, Principal
+from dsec.edge.commands import Commands, RunningCommand
+from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
+from dsec.edge.listing import list_page
+from dsec.edge.lives import Lives
+from dsec.edge.naming import Naming
+from dsec.edge.sandbox import Sandbox, ended_error, info_of
+from dsec.edge.tasks import Tasks, log
+from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.journal.records import Journal, Record
+from dsec.journal.state_dir import StateDir
+from dsec.ports import Backend, Clock, GuestChannel, Usage
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import ExecSpec, FileInfo, SandboxInfo, SandboxSpec, State
+
+BACKEND_API = 1
+_END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
+_SCOPES = {"leader": 0, "group": 1, "all": 2}
+_SIGKILL = 9
+_DELETE_WIDTH = 64
+
+
+class Edge:
+    """One node's agent. Every method is described in `dsec.edge.client.EdgeClient`."""
+
+    def __init__(
+        self,
+        *,
+        backends: Sequence[Backend],
+        state: StateDir,
+        journal: Journal,
+        clock: Clock,
+        config: EdgeConfig,
+        capacity: Capacity,
+        tasks: Tasks,
+    ) -> None:
+        """Use `open`."""
+        self._backends = {backend.name: backend for backend in backends}
+        self._state = state
+        self._journal = journal
+        self._clock = clock
+        self._config = config
+        self._tasks = tasks
+        self._lives = Lives(
+            backends=self._backends, journal=journal, clock=clock, config=config, capacity=capacity, tasks=tasks
+        )
+        self._naming = Naming(
+            lives=self._lives,
+            backends=self._backends,
+            journal=journal,
+            state=state,
+            clock=clock,
+            config=config,
+            tasks=tasks,
+        )
+        self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks)
+        self._access = Access(journal, clock, self._record)
+        self._started_at = clock.now()
+        self._open = False
+
+    @classmethod
+    async def open(
+        cls,
+        backends: Sequence[Backend],
+        state_dir: Path,
+        *,
+        clock: Clock | None = None,
+        config: EdgeConfig | None = None,
+        capacity: Capacity | None = None,
+        edge_number: int | None = None,
+    ) -> Edge:
+        """Lock the state, recover what is on record, serve.
+
+        Raises `Unavailable` where another server has the state, `Internal` where it is damaged or of a newer version,
+        and what the backends' `open` raises.
+        """
+        for backend in backends:
+            if backend.api_version != BACKEND_API:
+                raise Unsupported(
+                    f"the backend {backend.name!r} has API version {backend.api_version}, this edge speaks "
+                    f"{BACKEND_API}"
+                )
+        async with AsyncExitStack() as undo:
+            state = StateDir(state_dir, edge=edge_number)
+            undo.callback(state.close)
+            journal = Journal(state_dir / "edge.db")
+            undo.push_async_callback(journal.close)
+            tasks = Tasks()
+            undo.push_async_callback(tasks.close)
+            edge = cls(
+                backends=backends,
+                state=state,
+                journal=journal,
+                clock=clock or SystemClock(),
+                config=config or EdgeConfig(),
+                capacity=capacity or HostCapacity(state_dir),
+                tasks=tasks,
+            )
+            for sandbox in await edge._lives.recover():
+                edge._commands.adopt(sandbox)
+            edge._open = True
+            undo.pop_all()
+        return edge
+
+    async def close(self, *, keep: bool) -> None:
+        """Stop serving. `keep`: sandboxes go on for the next incarnation; else all are ended (`shutdown`).
+        Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        async with AsyncExitStack() as stack:  # reverse order; each step runs even if one before it failed
+            stack.callback(self._state.close)
+            stack.push_async_callback(self._journal.close)
+            for backend in self._backends.values():
+                stack.push_async_callback(backend.close, keep=keep)
+            stack.push_async_callback(self._tasks.close)
+            await self._lives.settle(self._config.create_timeout_s)
+            if keep:
+                for sandbox in self._lives.sandboxes.values():
+                    if sandbox.instance is not None:
+                        await sandbox.instance.channel.close()
+            elif not await self._lives.end_all(Cause.SHUTDOWN, self._config.shutdown_timeout_s):
+                log.warning("%d sandboxes were still there at shutdown", len(self._lives.sandboxes))
+
+    # --- who ---
+
+    def authenticate(self, bearer: str) -> Principal:
+        return self._access.authenticate(bearer)
+
+    def authorize(self, principal: Principal, sandbox_id: str) -> None:
+        self._access.authorize(principal, sandbox_id)
+
+    async def create_key(self, project: str, label: str = "") -> str:
+        return await self._access.create_key(project, label)
+
+    async def revoke_key(self, key_id: str) -> None:
+        await self._access.revoke_key(key_id)
+
+    def list_keys(self, project: str | None = None) -> list[ApiKey]:
+        return self._access.list_keys(project)
+
+    # --- sandboxes ---
+
+    async def create(
+        self, spec: SandboxSpec, *, project: str, deadline_s: float | None = None, key: str | None = None
+    ) -> Created:
+        self._check_open()
+        return await self._naming.create(spec, project, deadline_s, key)
+
+    async def create_many(
+        self, specs: Sequence[SandboxSpec], *, project: str, deadline_s: float | None = None, key: str | None = None
+    ) -> AsyncGenerator[BatchItem, None]:
+        self._check_open()
+        async with aclosing(self._naming.create_many(specs, project, deadline_s, key)) as items:
+            async for item in items:
+                yield item
+
+    def get(self, sandbox_id: str) -> SandboxInfo:
+        record = self._record(sandbox_id)
+        if record is None:
+            raise no_sandbox(sandbox_id)
+        return info_of(record)
+
+    def find_named(self, project: str, run: str | None, name: str) -> SandboxInfo:
+        sandbox = self._lives.names.get((project, run or "", name))
+        if sandbox is None or sandbox.state in (State.ENDING, State.ENDED):
+            raise no_sandbox(f"named {name!r}")
+        return sandbox.info()
+
+    async def list_sandboxes(
+        self,
+        project: str,
+        *,
+        states: Sequence[State] = (),
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        return await list_page(
+            self._lives, self._journal, project, states=states, run=run, labels=labels or {}, limit=limit, after=after
+        )
+
+    async def renew(self, sandbox_id: str, ttl_s: float | None) -> SandboxInfo:
+        if ttl_s is not None and not 0 < ttl_s <= 366 * 86400:
+            raise InvalidRequest("ttl_s is more than 0 and at most 366 days", field="ttl_s")
+        sandbox = self._live(sandbox_id)
+        durable = self._lives.renew(sandbox, ttl_s)
+        info = sandbox.info()
+        await durable
+        return info
+
+    async def delete(self, sandbox_id: str, cause: Cause = Cause.DELETED, message: str = "") -> SandboxInfo:
+        if cause not in _END_CAUSES:
+            raise InvalidRequest(
+                f"{cause.value!r} is not a cause for a deletion",
+                remedy=f"Use one of: {', '.join(sorted(_END_CAUSES))}.",
+                field="cause",
+            )
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        if sandbox is None:
+            return self.get(sandbox_id)
+        self._check_open()
+        return await asyncio.shield(self._lives.end(sandbox, cause, message[:1000]))
+
+    async def delete_many(
+        self, sandbox_ids: Sequence[str], *, project: str, cause: Cause = Cause.DELETED
+    ) -> list[DeleteItem]:
+        return await asyncio.shield(self._tasks.spawn(self._delete_many(list(sandbox_ids), project, cause)))
+
+    async def _delete_many(self, sandbox_ids: list[str], project: str, cause: Cause) -> list[DeleteItem]:
+        results = [DeleteItem(id=sandbox_id) for sandbox_id in sandbox_ids]
+        todo = iter(range(len(sandbox_ids)))
+
+        async def work() -> None:
+            for index in todo:
+                sandbox_id = sandbox_ids[index]
+                try:
+                    self.authorize(Principal(project), sandbox_id)
+                    await self.delete(sandbox_id, cause)
+                except DsecError as error:
+                    results[index] = DeleteItem(id=sandbox_id, error=error.body())
+
+        await asyncio.gather(*(work() for _ in range(min(_DELETE_WIDTH, len(sandbox_ids)))))
+        return results
+
+    def usage(self, sandbox_id: str) -> Usage:
+        return self._live(sandbox_id).running().usage()
+
+    def node(self) -> NodeInfo:
+        gate, lives = self._lives.gate, self._lives
+        return NodeInfo(
+            edge=self._state.edge,
+            backends={name: backend.epoch for name, backend in self._backends.items()},
+            live=gate.live,
+            starting=gate.starting,
+            queued=gate.queued,
+            ending=lives.ending,
+            max_live=gate.limits.max_live,
+            max_starting=gate.limits.max_starting,
+            memory_committed_bytes=gate.committed_bytes,
+            memory_capacity_bytes=gate.limits.memory_capacity_bytes,
+            disk_free_bytes=gate.capacity.disk_free_bytes(),
+            started_at=self._started_at,
+            created_total=lives.created_total,
+            failed_total=lives.failed_total,
+            stuck=lives.stuck,
+        )
+
+    # --- commands ---
+
+    async def exec(self, sandbox_id: str, spec: ExecSpec) -> RunningCommand:
+        self._check_open()
+        return await self._commands.exec(self._live(sandbox_id), spec)
+
+    async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
+        return await self._commands.attach(self._live(sandbox_id), key)
+
+    async def signal(self, sandbox_id: str, key: str, signal: int, scope: str = "leader") -> None:
+        if scope not in _SCOPES:
+            raise InvalidRequest(f"scope is one of {', '.join(_SCOPES)}", field="scope")
+        if not 1 <= signal <= 64 or (scope == "all" and signal != _SIGKILL):
+            raise InvalidRequest("a signal is 1 to 64; the scope 'all' takes 9 (SIGKILL) alone", field="signal")
+        await self._commands.signal(self._live(sandbox_id), key, signal, _SCOPES[scope])
+
+    async def release(self, sandbox_id: str, key: str) -> None:
+        await self._commands.release(self._live(sandbox_id), key)
+
+    # --- files ---
+
+    async def read_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, offset: int = 0, length: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        async with (
+            self._channel(sandbox_id) as (channel, default),
+            aclosing(files.read_file(channel, path, user=user or default, offset=offset, length=length)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
+
+    async def write_file(
+        self,
+        sandbox_id: str,
+        path: bytes,
+        data: AsyncIterable[bytes],
+        *,
+        user: str | None = None,
+        mode: int | None = None,
+        parents: bool = False,
+        append: bool = False,
+        exclusive: bool = False,
+    ) -> int:
+        async with self._channel(sandbox_id) as (channel, default):
+            return await files.write_file(
+                channel,
+                path,
+                data,
+                user=user or default,
+                mode=mode,
+                parents=parents,
+                append=append,
+                exclusive=exclusive,
+            )
+
+    async def stat_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, follow: bool = False
+    ) -> FileInfo:
+        async with self._channel(sandbox_id) as (channel, default):
+            return await files.stat(channel, path, user=user or default, follow=follow)
+
+    async def list_files(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, depth: int = 1
+    ) -> list[FileInfo]:
+        async with self._channel(sandbox_id) as (channel, default):
+            return await files.list_dir(channel, path, user=user or default, depth=depth)
+
+    async def move_file(
+        self, sandbox_id: str, path: bytes, to: bytes, *, user: str | None = None, exclusive: bool = False
+    ) -> None:
+        async with self._channel(sandbox_id) as (channel, default):
+            await files.move(channel, path, to, user=user or default, exclusive=exclusive)
+
+    async def make_directory(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, mode: int | None = None, parents: bool = False
+    ) -> None:
+        async with self._channel(sandbox_id) as (channel, default):
+            await files.mkdir(channel, path, user=user or default, mode=mode, parents=parents)
+
+    async def remove_file(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
+    ) -> None:
+        async with self._channel(sandbox_id) as (channel, default):
+            await files.remove(channel, path, user=user or default, recursive=recursive)
+
+    # --- inside ---
+
+    @asynccontextmanager
+    async def _channel(self, sandbox_id: str) -> AsyncIterator[tuple[GuestChannel, str]]:
+        """A sandbox's channel for one file call, and its default user. A guest that is gone is explained as for
+        commands."""
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        channel = sandbox.running().channel
+        self._lives.use(sandbox)
+        try:
+            yield channel, sandbox.record.spec.user
+        except OutcomeUnknown as error:
+            raise await self._commands.explain(sandbox, error) from error
+        finally:
+            self._lives.unuse(sandbox)
+
+    def _record(self, sandbox_id: str) -> Record | None:
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        return sandbox.record if sandbox is not None else self._journal.get(sandbox_id)
+
+    def _live(self, sandbox_id: str) -> Sandbox:
+        """Raises `SandboxNotFound`, `SandboxEnded`, `SandboxLost`."""
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        if sandbox is not None:
+            return sandbox
+        record = self._journal.get(sandbox_id)
+        raise no_sandbox(sandbox_id) if record is None else ended_error(record)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise Unavailable("the server is stopping", remedy="Try again when it is back.")

@@ -1,0 +1,125 @@
+"""One live sandbox in memory: its record and what belongs to this edge incarnation alone. Kept small: a node has
+thousands, idle."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dsec.edge.client import Created
+from dsec.errors import DsecError, SandboxEnded, SandboxLost, Unavailable
+from dsec.journal.records import Record
+from dsec.ports import Backend, Instance, InstanceEnd, Usage
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, State
+
+if TYPE_CHECKING:
+    from dsec.edge.commands import Command
+
+
+class Sandbox:
+    """A sandbox that hasn't ended. `dsec.edge.lives` alone changes its record."""
+
+    __slots__ = (
+        "active_at",
+        "backend",
+        "commands",
+        "due",
+        "ended",
+        "gone",
+        "instance",
+        "lost",
+        "queued_at",
+        "ready",
+        "record",
+        "removal_failures",
+        "requests",
+        "token",
+        "usage",
+        "usage_at",
+    )
+
+    def __init__(self, record: Record, backend: Backend, now: float) -> None:
+        self.record = record
+        self.backend = backend
+        self.instance: Instance | None = None
+        self.ready: asyncio.Future[Created] | None = None
+        """Resolves when it runs; None once that is decided."""
+        self.ended: asyncio.Future[SandboxInfo] | None = None
+        """Resolves when nothing of it is left; made by who waits first."""
+        self.gone: asyncio.Future[InstanceEnd] | None = None
+        self.lost: asyncio.Future[str] | None = None
+        self.token: str | None = None
+        """In clear only until the creator has it."""
+        self.queued_at = now
+        self.due: float | None = None
+        """When its ttl_s passes, on the monotonic clock."""
+        self.requests = 0
+        self.active_at = now
+        self.commands: dict[bytes | int, Command] | None = None
+        self.usage: Usage | None = None
+        self.usage_at = 0.0
+        self.removal_failures = 0
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def state(self) -> State:
+        return self.record.state
+
+    def info(self, token: str | None = None) -> SandboxInfo:
+        return info_of(self.record, token)
+
+    def running(self) -> Instance:
+        """Its instance. Raises `Unavailable` while it starts, `SandboxEnded` or `SandboxLost` once it ends."""
+        if self.record.state is State.RUNNING and self.instance is not None:
+            return self.instance
+        if self.record.state in (State.ENDING, State.ENDED):
+            raise ended_error(self.record)
+        raise Unavailable(f"sandbox {self.id} is still {self.record.state}", remedy="Wait until it runs.")
+
+
+def info_of(record: Record, token: str | None = None) -> SandboxInfo:
+    """A record as callers see it."""
+    return SandboxInfo(
+        id=record.id,
+        state=record.state,
+        spec=record.spec,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        ended_at=record.ended_at,
+        cause=record.cause,
+        infra=record.cause is not None and record.cause.infra,
+        message=record.message,
+        create_ms=record.create_ms,
+        queue_ms=record.queue_ms,
+        token=token,
+    )
+
+
+_WHY = {
+    Cause.DELETED: "it was deleted",
+    Cause.TTL: "its ttl_s passed",
+    Cause.IDLE_TTL: "its idle_ttl_s passed",
+    Cause.LEASE_LAPSED: "its run's lease lapsed",
+    Cause.SHUTDOWN: "the server was told to end its sandboxes",
+    Cause.GUEST_EXITED: "its first process ended",
+    Cause.CREATE_FAILED: "it could not be made",
+    Cause.NODE_LOST: "its node lost it",
+    Cause.PLATFORM_KILLED: "the platform ended it",
+}
+
+
+def ended_error(record: Record) -> DsecError:
+    """What a call on an ending or ended sandbox gets: the platform's fault is told apart from everything else."""
+    cause = record.cause or Cause.NODE_LOST
+    why = _WHY.get(cause, cause.value) + (f": {record.message}" if record.message else "")
+    if cause.infra:
+        return SandboxLost(
+            f"sandbox {record.id} is gone: {why}",
+            remedy="The platform is at fault: repeat the work in a fresh sandbox.",
+            cause=cause.value,
+        )
+    return SandboxEnded(f"sandbox {record.id} has ended: {why}", remedy="Create another one.", cause=cause.value)

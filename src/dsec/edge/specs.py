@@ -1,0 +1,79 @@
+"""What the types of a sandbox's spec don't say: what this version can't do, and what Linux could never do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from dsec.errors import InvalidRequest, Unsupported
+from dsec.ports import Backend
+from dsec.spec.sandbox import SandboxSpec
+
+MAX_ENV_BYTES = 256 << 10
+MAX_LABELS = 64
+MAX_LABEL_BYTES = 1024
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ENV_NAME = re.compile(r"[^=\0]+")
+_encode = msgspec.json.Encoder().encode
+_decoder = msgspec.json.Decoder(SandboxSpec)
+
+
+def backend_for(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:
+    """The backend that makes this spec. Raises `Unsupported`, `InvalidRequest`, `EnvironmentNotFound`."""
+    for name, what in (
+        ("cpu_class", "CPU classes are"),
+        ("network", "network access is"),
+        ("gpus", "access to GPUs is"),
+    ):
+        if getattr(spec, name) is not None:
+            raise Unsupported(
+                f"{name} is set, but {what} not available in this version", remedy=f"Leave {name} out.", field=name
+            )
+    backend = backends.get(spec.backend)
+    if backend is None:
+        raise Unsupported(
+            f"the backend {spec.backend!r} is not available in this version or on this node",
+            remedy=f"Use one of: {', '.join(sorted(backends))}.",
+            field="backend",
+        )
+    _check(spec)
+    backend.check(spec)
+    return backend
+
+
+def differing_fields(one: SandboxSpec, other: SandboxSpec) -> list[str]:
+    """Names of the fields in which two specs differ."""
+    if one == other:
+        return []
+    return [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
+
+
+def _check(spec: SandboxSpec) -> None:
+    try:
+        encoded = _encode(spec)
+    except UnicodeEncodeError:
+        raise InvalidRequest("the spec holds text that isn't valid Unicode") from None
+    # In process nobody has checked the types' constraints yet.
+    try:
+        _decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the spec is not valid: {error}") from None
+    if spec.name is not None and _CONTROL.search(spec.name):
+        raise InvalidRequest("name cannot hold control characters", field="name")
+    if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+        raise InvalidRequest("workdir is not an absolute path", field="workdir")
+    if _CONTROL.search(spec.user):
+        raise InvalidRequest("user cannot hold control characters", field="user")
+    if spec.env:
+        if not all(_ENV_NAME.fullmatch(name) for name in spec.env) or any("\0" in value for value in spec.env.values()):
+            raise InvalidRequest("env has an empty name, a name with '=', or a NUL byte", field="env")
+        if sum(len(name) + len(value) for name, value in spec.env.items()) > MAX_ENV_BYTES:
+            raise InvalidRequest(f"env is larger than {MAX_ENV_BYTES >> 10} KiB", field="env")
+    if spec.labels and (
+        len(spec.labels) > MAX_LABELS
+        or any(len(name) + len(value) > MAX_LABEL_BYTES for name, value in spec.labels.items())
+    ):
+        raise InvalidRequest(f"at most {MAX_LABELS} labels of {MAX_LABEL_BYTES} characters each", field="labels")
