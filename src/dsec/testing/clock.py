@@ -1,0 +1,64 @@
+"""Clocks: one that tests own, and the machine's."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+
+
+class FakeClock:
+    """`ports.Clock` that stands still until `advance`. Both its times move together."""
+
+    def __init__(self, start: float = 1_000_000.0) -> None:
+        self._now = start
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    def now(self) -> float:
+        return self._now
+
+    def monotonic(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + max(0.0, seconds), next(self._order), waiter))
+        await waiter
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass: sleepers wake in the order of their times, each before time goes on."""
+        target = self._now + seconds
+        while self._sleepers and self._sleepers[0][0] <= target:
+            at, _, waiter = heapq.heappop(self._sleepers)
+            self._now = max(self._now, at)
+            if not waiter.done():
+                waiter.set_result(None)
+            await self.settle()
+        self._now = target
+        await self.settle()
+
+    @property
+    def sleepers(self) -> int:
+        """How many wait now."""
+        return sum(1 for _, _, waiter in self._sleepers if not waiter.done())
+
+    @staticmethod
+    async def settle(rounds: int = 10) -> None:
+        """Let everything that is ready to run do so."""
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+
+
+class SystemClock:
+    """`ports.Clock` of the machine."""
+
+    def now(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
