@@ -148,9 +148,8 @@ static void become_root(void) {
 }
 
 static void set_limits(const struct plan *plan) {
-    const struct rlimit none = {0, 0}, files = {1 << 20, 1 << 20};
+    const struct rlimit none = {0, 0};
     must(AT_RLIMITS, setrlimit(RLIMIT_CORE, &none)); /* a core dump would run the host's helper, or fill the disk */
-    must(AT_RLIMITS, setrlimit(RLIMIT_NOFILE, &files)); /* the guest lowers it for each command */
     if (plan->has_cpus) must(AT_AFFINITY, syscall(SYS_sched_setaffinity, 0, sizeof plan->cpus, plan->cpus));
 }
 
@@ -209,6 +208,7 @@ void inside_run(const struct plan *plan, const struct inside *in) {
     sigprocmask(SIG_SETMASK, &none, NULL);
 
     become_root();
+    must(AT_CGROUP_NS, unshare(CLONE_NEWCGROUP)); /* before set_sysctls() forbids it */
     must(AT_ROOT, x_attach(in->root, AT_FDCWD, "/new"));
     int root = open("/new", O_PATH | O_DIRECTORY | O_CLOEXEC);
     must(AT_ROOT, root);
@@ -224,7 +224,6 @@ void inside_run(const struct plan *plan, const struct inside *in) {
     must(AT_PIVOT, syscall(SYS_pivot_root, ".", "."));
     must(AT_PIVOT, umount2(".", MNT_DETACH));
     must(AT_PIVOT, chdir("/"));
-    must(AT_CGROUP_NS, unshare(CLONE_NEWCGROUP));
     must(AT_HOSTNAME, sethostname(plan->hostname, strlen(plan->hostname)));
     must(AT_HOSTNAME, setdomainname("", 0));
     set_limits(plan);

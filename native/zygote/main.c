@@ -119,14 +119,21 @@ static void make_tiny_mounts(void) {
     must("opening the mount namespace", world.tiny_mounts = open_up("/proc/self/ns/mnt"));
 }
 
+/* As much as we may: without CAP_SYS_RESOURCE that is the hard limit that we were started with. */
+static void raise_limit(int resource, rlim_t want) {
+    struct rlimit limit = {want, want};
+    if (setrlimit(resource, &limit) == 0 || getrlimit(resource, &limit) < 0) return;
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(resource, &limit);
+}
+
 static void set_self(void) {
-    const struct rlimit unlimited = {RLIM_INFINITY, RLIM_INFINITY}, none = {0, 0};
-    struct rlimit files = {1 << 20, 1 << 20};
+    const struct rlimit none = {0, 0};
     prctl(PR_SET_NAME, "dsec-zygote");
     must("PR_SET_DUMPABLE", prctl(PR_SET_DUMPABLE, 0, 0, 0, 0));
-    must("RLIMIT_NPROC", setrlimit(RLIMIT_NPROC, &unlimited)); /* a user namespace takes its own limit from its creator's */
     must("RLIMIT_CORE", setrlimit(RLIMIT_CORE, &none));
-    must("RLIMIT_NOFILE: is fs.nr_open below 1048576?", setrlimit(RLIMIT_NOFILE, &files));
+    raise_limit(RLIMIT_NPROC, RLIM_INFINITY); /* a user namespace takes its own limit from its creator's */
+    raise_limit(RLIMIT_NOFILE, 1 << 20);      /* one descriptor a live sandbox, and what the guest may give a command */
     int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
     if (fd >= 0) {
         ssize_t n = write(fd, "-900", 4); /* every sandbox of the node hangs on this process */

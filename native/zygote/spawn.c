@@ -17,7 +17,8 @@
 #define CHANNEL_BUFFER (1 << 20)
 
 /* A spawn's descriptors, closed together however it ends. */
-enum low { ROOT, DEV, VIEW, CGROUP2, NETWORK, REPORT, CONTROL, CHANNEL, LOWS };
+enum low { ROOT, DEV, VIEW, CGROUP2, NETWORK, REPORT, CONTROL, CHANNEL, CGROUPS, LOWS = CGROUPS + MAX_CGROUPS };
+_Static_assert(FD_GUEST + 1 + LOWS + 8 < FD_LOW, "one spawn's descriptors, its pidfd and a few passing ones fit below FD_LOW");
 
 static int fail(int fd_or_result) { return fd_or_result < 0 ? -errno : fd_or_result; }
 
@@ -96,7 +97,8 @@ static int bind_tree(const char *path, unsigned attributes) {
     return tree;
 }
 
-static int open_trees(const struct plan *plan, int low[LOWS], enum stage *stage) {
+/* All that is named by a path: done in the host's mount namespace. */
+static int open_paths(const struct plan *plan, int low[LOWS], enum stage *stage) {
     const unsigned still = X_MOUNT_ATTR_RDONLY | X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NOEXEC;
     *stage = AT_CGROUP2;
     low[CGROUP2] = open(plan->cgroup2, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -104,6 +106,12 @@ static int open_trees(const struct plan *plan, int low[LOWS], enum stage *stage)
     /* Delegation: inside root makes child groups and moves processes of its own between them, nothing else. */
     uid_t root = (uid_t)plan->id_base;
     if (fchown(low[CGROUP2], root, root) < 0 || fchownat(low[CGROUP2], "cgroup.procs", root, root, 0) < 0) return -errno;
+    *stage = AT_CGROUP;
+    for (unsigned i = 0; i < plan->cgroups; i++) {
+        char path[4200];
+        snprintf(path, sizeof path, "%s/cgroup.procs", plan->cgroup[i]);
+        if ((low[CGROUPS + i] = open(path, O_WRONLY | O_CLOEXEC)) < 0) return -errno;
+    }
     *stage = AT_OVERLAY;
     if ((low[ROOT] = overlay(plan)) < 0) return low[ROOT];
     *stage = AT_DEV;
@@ -122,7 +130,7 @@ static int write_at(int dir, const char *name, const char *text) {
 }
 
 /* What the child can't do for itself: id maps, a floor under its OOM score, its cgroups. */
-static int settle(const struct plan *plan, pid_t pid, enum stage *stage) {
+static int settle(const struct plan *plan, const int low[LOWS], pid_t pid, enum stage *stage) {
     char text[64];
     snprintf(text, sizeof text, "/proc/%d", pid);
     int proc = open(text, O_PATH | O_DIRECTORY | O_CLOEXEC), error;
@@ -138,14 +146,12 @@ static int settle(const struct plan *plan, pid_t pid, enum stage *stage) {
         error = write_at(proc, "oom_score_adj", text);
     }
     close(proc);
-    *stage = error ? *stage : AT_CGROUP;
-    snprintf(text, sizeof text, "%d", pid);
-    for (unsigned i = 0; i < plan->cgroups && !error; i++) {
-        static char path[4200];
-        snprintf(path, sizeof path, "%s/cgroup.procs", plan->cgroup[i]);
-        error = write_at(AT_FDCWD, path, text);
-    }
-    return error;
+    if (error) return error;
+    *stage = AT_CGROUP;
+    int length = snprintf(text, sizeof text, "%d", pid);
+    for (unsigned i = 0; i < plan->cgroups; i++)
+        if (write(low[CGROUPS + i], text, (size_t)length) < 0) return -errno;
+    return 0;
 }
 
 /* Wait for the child's word that it has its own descriptors. */
@@ -194,7 +200,7 @@ int spawn_child(const struct plan *plan, struct child *child, enum stage *stage)
     *child = (struct child){.pid = -1, .pidfd = -1, .control = -1, .channel = -1, .report = -1, .begin_ns = now_ns()};
 
     if (setns(world.host_mounts, CLONE_NEWNS) < 0) return -errno;
-    error = open_trees(plan, low, stage);
+    error = open_paths(plan, low, stage);
     if (setns(world.tiny_mounts, CLONE_NEWNS) < 0) _exit(70); /* a clone of the host's mounts must not become a sandbox */
     child->mount_ns = now_ns();
     if (!error) {
@@ -214,7 +220,7 @@ int spawn_child(const struct plan *plan, struct child *child, enum stage *stage)
         error = clone_child(plan, low, child);
     }
     if (error >= 0) {
-        error = settle(plan, child->pid, stage);
+        error = settle(plan, low, child->pid, stage);
         int copied = await_copy(up[0], child->pidfd);
         if (!error && copied < 0) {
             *stage = AT_FILES;
