@@ -122,11 +122,11 @@ class Tag(IntEnum):
     MEMORY = 78
 
 
-# type: (least payload, most payload, flags allowed)
+# type: (least payload, most payload, flags allowed: plain ints, as ~ of an IntFlag forgets unknown bits)
 _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.HELLO: (16, 16, 0),
-    FrameType.START: (0, MAX_PAYLOAD, Flag.MORE),
-    FrameType.STDIN: (8, 8 + MAX_DATA, Flag.EOF),
+    FrameType.START: (0, MAX_PAYLOAD, int(Flag.MORE)),
+    FrameType.STDIN: (8, 8 + MAX_DATA, int(Flag.EOF)),
     FrameType.ACK: (16, 16, 0),
     FrameType.SIGNAL: (8, 8, 0),
     FrameType.RELEASE: (0, 0, 0),
@@ -135,13 +135,13 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),
     FrameType.STARTED: (8, 8, 0),
-    FrameType.OUT: (8, 8 + MAX_DATA, Flag.STDERR),
+    FrameType.OUT: (8, 8 + MAX_DATA, int(Flag.STDERR)),
     FrameType.STDIN_ACK: (8, 8, 0),
     FrameType.EXIT: (64, 64, 0),
     FrameType.REFUSED: (8, MAX_PAYLOAD, 0),
     FrameType.PONG: (16, 16, 0),
     FrameType.Z_HELLO: (8, 8, 0),
-    FrameType.Z_SPAWN: (0, MAX_PAYLOAD, Flag.MORE),
+    FrameType.Z_SPAWN: (0, MAX_PAYLOAD, int(Flag.MORE)),
     FrameType.Z_ATTACH: (1, 40, 0),
     FrameType.Z_FORGET: (1, 40, 0),
     FrameType.Z_SHUTDOWN: (0, 0, 0),
