@@ -1,0 +1,225 @@
+"""A pool of cgroup slots, made in advance and used again.
+
+`reserve` picks a slot's name without any I/O, so that it can be on record before anything is made; `take` hands the
+slot out; `give_back` returns at once, and a thread empties the slot in the background. A slot that can't be emptied
+is never handed out again: the thread goes on trying to remove it. The pool holds at most `spare` empty slots: memory
+cgroups cost the kernel memory even when idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class CgroupPool:
+    """Owns everything below the server's directories. `open` first, `close` last; the other calls are for the event
+    loop."""
+
+    def __init__(self, root: CgroupRoot, *, spare: int = 64, refill: int = 16) -> None:
+        """`spare`: empty slots to keep; `refill`: how many to have ready of the shape that was asked for last."""
+        self.root = root
+        self._spare_most = spare
+        self._refill = min(refill, spare)
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._spare: dict[str, Slot] = {}
+        self._reserved: dict[str, Slot | None] = {}
+        self._taken: dict[str, Slot] = {}
+        self._dirty: deque[Slot] = deque()
+        self._stuck: deque[Slot] = deque()
+        self._busy = False
+        self._next = 0
+        self._last: Shape | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # opening and closing
+
+    def open(self, known: Mapping[str, str] | None = None) -> dict[str, Slot]:
+        """Begin. `known`: the slot's name -> the sandbox that has it on record. Those slots are adopted and returned
+        by name; every other one is emptied (its processes end)."""
+        self.root.prepare()
+        adopted: dict[str, Slot] = {}
+        for name in self.root.names():
+            self._next = max(self._next, int(name[1:]) + 1)
+            slot = Slot(self.root, name)
+            whole = slot.load()
+            if whole and slot.note and slot.note.owner and slot.note.owner == (known or {}).get(name):
+                adopted[name] = self._taken[name] = slot
+            elif whole:
+                self._dirty.append(slot)
+            else:
+                self._stuck.append(slot)
+        self._thread = threading.Thread(target=self._maintain, name="dsec-cgroups", daemon=True)
+        self._thread.start()
+        return adopted
+
+    def close(self, *, keep: bool = False) -> None:
+        """Stop the thread. `keep`: leave the slots for the next server; else remove them all, which blocks until they
+        are empty.
+
+        Slots that are handed out are removed too.
+        """
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if keep:
+            return
+        for name in self.root.names():
+            if not Slot(self.root, name).remove():
+                log.error("cgroup %s cannot be removed: something in it does not end", name)
+        self.root.remove()
+
+    # handing out
+
+    def reserve(self, shape: Shape) -> str:
+        """Choose a slot: one of this shape, else any spare one, else the name of one that `take` makes. No I/O."""
+        with self._lock:
+            self._last = shape
+            slot = next(
+                (slot for slot in reversed(self._spare.values()) if slot.note and slot.note.shape == shape), None
+            )
+            if slot is None and self._spare:
+                slot = next(iter(self._spare.values()))
+            if slot is None:
+                name = f"s{self._next}"
+                self._next += 1
+                self._reserved[name] = None
+            else:
+                name = slot.name
+                self._reserved[name] = self._spare.pop(name)
+            self._wake.notify()
+            return name
+
+    def take(self, name: str, shape: Shape, owner: str, uid: int) -> Slot:
+        """The reserved slot, made or reshaped where it has to be, for the sandbox `owner` whose inside root is `uid`.
+
+        Raises KernelError; the slot is then given back.
+        """
+        with self._lock:
+            slot = self._reserved.pop(name, None)
+            made = slot is not None
+            slot = slot or Slot(self.root, name)
+            self._taken[name] = slot
+        try:
+            if not made:
+                slot.make(shape)
+            elif slot.note is None or slot.note.shape != shape:
+                slot.reshape(shape)
+            slot.assign(owner, uid)
+        except OSError:
+            self.give_back(slot)
+            raise
+        return slot
+
+    def find(self, name: str, owner: str) -> Slot | None:
+        """The slot by the name in a handle, if it still serves that sandbox: it may serve another one by now."""
+        slot = self._taken.get(name)
+        return slot if slot and slot.note and slot.note.owner == owner else None
+
+    def cancel(self, name: str) -> None:
+        """Undo a `reserve` that no `take` followed. Idempotent."""
+        with self._wake:
+            slot = self._reserved.pop(name, None)
+            if slot is not None:
+                self._spare[name] = slot
+                self._wake.notify()
+
+    def give_back(self, slot: Slot) -> None:
+        """End what runs in the slot and take it back. Returns at once. Idempotent.
+
+        Whoever puts processes into slots must be done with this one: a process that is attached later is in the next
+        sandbox's slot.
+        """
+        with self._wake:
+            if self._taken.get(slot.name) is not slot:
+                return
+            del self._taken[slot.name]
+            slot.kill()
+            slot.close()
+            self._dirty.append(slot)
+            self._wake.notify()
+
+    # background
+
+    def counts(self) -> dict[str, int]:
+        """How many slots are spare, reserved, being emptied, and stuck."""
+        with self._lock:
+            return {
+                "spare": len(self._spare),
+                "reserved": len(self._reserved),
+                "dirty": len(self._dirty) + self._busy,
+                "stuck": len(self._stuck),
+            }
+
+    def _maintain(self) -> None:
+        while True:
+            with self._wake:
+                quiet = False
+                while not (self._stopping or self._dirty or self._short() or quiet):
+                    quiet = not self._wake.wait(_RETRY_S if self._stuck else None)
+                if self._stopping:
+                    return
+                slot = self._dirty.popleft() if self._dirty else self._stuck.popleft() if quiet else None
+                shape = self._last
+                self._busy = slot is not None
+            try:
+                if slot is not None and quiet:
+                    self._discard(slot)
+                elif slot is not None:
+                    self._recycle(slot)
+                elif shape is not None:
+                    self._add(shape)
+            except OSError:
+                log.exception("cgroup maintenance failed")
+                with self._wake:
+                    if slot is not None:
+                        self._stuck.append(slot)
+                    if not self._stopping:
+                        self._wake.wait(_RETRY_S)
+            finally:
+                self._busy = False
+
+    def _short(self) -> bool:
+        if self._last is None or len(self._spare) >= self._spare_most:
+            return False
+        fitting = sum(1 for slot in self._spare.values() if slot.note and slot.note.shape == self._last)
+        return fitting < self._refill
+
+    def _recycle(self, slot: Slot) -> None:
+        if not slot.clean():
+            with self._lock:
+                self._stuck.append(slot)
+            return
+        with self._lock:
+            keep = len(self._spare) < self._spare_most
+            if keep:
+                self._spare[slot.name] = slot
+        if not keep:
+            self._discard(slot)
+
+    def _discard(self, slot: Slot) -> None:
+        if not slot.remove(timeout_s=0.5):
+            with self._lock:
+                self._stuck.append(slot)
+
+    def _add(self, shape: Shape) -> None:
+        with self._lock:
+            name = f"s{self._next}"
+            self._next += 1
+        slot = Slot(self.root, name)
+        slot.make(shape)
+        slot.close()
+        with self._lock:
+            self._spare[name] = slot

@@ -1,0 +1,399 @@
+"""Cgroups behind one interface: controllers on version 2 where it has them, on version 1 where it doesn't (hybrid).
+
+Kill, freeze and nested groups for commands always use a version 2 hierarchy, even one without controllers. A `Slot`
+is one sandbox's set of directories, of the same name in each hierarchy, below `dsec-<instance>/`. Slots are used
+again (see `cgroup_pool`): a memory cgroup is dear to make and to destroy. So counters that the kernel can't reset are
+reported relative to a baseline that is taken when the slot is empty, and kept in an extended attribute of the
+directory, where a restarted server finds it.
+
+Memory limits: the kernel reclaims page cache before it kills, so a limit bites on anonymous, shared and kernel memory
+first. Page cache of files that are shared between sandboxes is charged to whoever reads them first. Swap counts
+against the same limit (version 1) or is off (version 2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from dsec.kernel import mounts, syscalls
+from dsec.kernel.syscalls import KernelError
+from dsec.ports import Usage
+
+CONTROLLERS = ("memory", "cpu", "pids")
+SLOT_NAME = re.compile(r"s[0-9]+")
+PERIOD_US = 100_000
+MAX_DESCENDANTS = 2048
+"""Nested groups in a slot: one for each operation of a guest (at most 1,024), and those that are being removed."""
+
+_XATTR = "trusted.dsec"
+_ENODATA = errno.ENODATA
+
+
+class Shape(Struct, frozen=True):
+    """The limits of a slot."""
+
+    memory_bytes: int
+    cpus: float
+    pids: int
+
+
+class Note(Struct, frozen=True, omit_defaults=True):
+    """What is kept at a slot's directory: its limits, whom it serves, and its counters when that began."""
+
+    shape: Shape
+    owner: str = ""
+    baseline: Usage = Usage()
+
+
+def _write(path: str, value: str) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, value.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        hints = {
+            errno.EBUSY: "memory in use is above the new limit, or processes are in the way",
+            errno.EOPNOTSUPP: "the cgroup is of a type that can't do that",
+        }
+        raise KernelError(error.errno or 0, f"write {value!r} to {path}", hints) from None
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+class CgroupRoot(Struct, frozen=True):
+    """Where this host has which controller, and the name below which this server keeps its groups."""
+
+    v2: Path
+    """Where a version 2 hierarchy is mounted."""
+    v1: dict[str, Path]
+    """Where the controllers that version 2 doesn't have are mounted; empty on a host with version 2 only."""
+    name: str
+
+    @classmethod
+    def detect(cls, name: str, mount_at: Path | None = None) -> CgroupRoot:
+        """Look at what is mounted. Where no version 2 hierarchy is, one is mounted at `mount_at`.
+
+        Raises KernelError where a controller is missing on this host.
+        """
+        v1: dict[str, Path] = {}
+        v2: Path | None = None
+        for entry in mounts.mounted():
+            if entry.fstype == "cgroup2":
+                v2 = v2 or entry.target
+            elif entry.fstype == "cgroup":
+                for controller in CONTROLLERS:
+                    if controller in entry.super_options:
+                        v1.setdefault(controller, entry.target)
+        if v2 is None and mount_at is not None:
+            mount_at.mkdir(parents=True, exist_ok=True)
+            syscalls.mount("cgroup2", mount_at, "cgroup2")
+            v2 = mount_at
+        if v2 is None:
+            raise KernelError(errno.ENODEV, "find a cgroup v2 hierarchy", {errno.ENODEV: "mount -t cgroup2 none DIR"})
+        have = (v2 / "cgroup.controllers").read_text().split()
+        for controller in CONTROLLERS:
+            if controller in have:
+                v1.pop(controller, None)
+            elif controller not in v1:
+                hint = f"boot with cgroup_enable={controller}, or delegate it to this container"
+                raise KernelError(errno.ENODEV, f"find the {controller} controller", {errno.ENODEV: hint})
+        return cls(v2, v1, name)
+
+    @property
+    def version(self) -> str:
+        """`v2`, or `hybrid`: version 1 controllers beside a version 2 hierarchy."""
+        return "hybrid" if self.v1 else "v2"
+
+    def parents(self) -> list[Path]:
+        """The server's own directory in each hierarchy."""
+        return [mount / self.name for mount in (self.v2, *self.v1.values())]
+
+    def prepare(self) -> None:
+        """Make the server's directories and switch the controllers on for the slots below. Idempotent."""
+        for parent in self.parents():
+            parent.mkdir(exist_ok=True)
+        wanted = " ".join(f"+{controller}" for controller in CONTROLLERS if controller not in self.v1)
+        if wanted:
+            for place in (self.v2, self.v2 / self.name):
+                _write(f"{place}/cgroup.subtree_control", wanted)
+
+    def remove(self) -> None:
+        """Remove the server's directories, once all slots are gone."""
+        for parent in self.parents():
+            with contextlib.suppress(FileNotFoundError):
+                parent.rmdir()
+
+    def names(self) -> list[str]:
+        """The slots that exist in any hierarchy."""
+        found: set[str] = set()
+        for parent in self.parents():
+            with contextlib.suppress(FileNotFoundError):
+                found.update(name for name in os.listdir(parent) if SLOT_NAME.fullmatch(name))
+        return sorted(found, key=lambda name: int(name[1:]))
+
+    def name_of_pid(self, pid: int) -> str | None:
+        """The slot that a process is in, or None."""
+        try:
+            text = Path(f"/proc/{pid}/cgroup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        match = re.search(rf"^0::.*?/{re.escape(self.name)}/(s[0-9]+)(/|$)", text, re.MULTILINE)
+        return match[1] if match else None
+
+
+class Slot:
+    """One sandbox's cgroups. Not thread-safe; calls take microseconds except `clean` and `remove`."""
+
+    def __init__(self, root: CgroupRoot, name: str) -> None:
+        self.root = root
+        self.name = name
+        self.v2 = f"{root.v2}/{root.name}/{name}"
+        """The directory that the guest gets, and that the sandbox is killed and frozen by."""
+        self._dirs = {c: f"{root.v1[c]}/{root.name}/{name}" if c in root.v1 else self.v2 for c in CONTROLLERS}
+        self.v1 = tuple(self._dirs[c] for c in CONTROLLERS if c in root.v1)
+        """The directories that the sandbox has to be attached to besides."""
+        self.note: Note | None = None
+        self._fds: dict[str, int] = {}
+
+    # making and finding
+
+    def make(self, shape: Shape) -> None:
+        """Make the directories and set the limits. Idempotent."""
+        for path in (self.v2, *self.v1):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o755)
+        _write(f"{self.v2}/cgroup.max.descendants", str(MAX_DESCENDANTS))
+        _write(f"{self.v2}/cgroup.max.depth", "2")
+        self.reshape(shape)
+
+    def load(self) -> bool:
+        """Read the note of an existing slot. False where it is missing or incomplete."""
+        try:
+            self.note = msgspec.json.decode(os.getxattr(self.v2, _XATTR), type=Note)
+        except (OSError, msgspec.MsgspecError):
+            return False
+        return all(os.path.isdir(path) for path in self.v1)
+
+    def _keep(self, note: Note) -> None:
+        self.note = note
+        os.setxattr(self.v2, _XATTR, msgspec.json.encode(note))
+
+    def reshape(self, shape: Shape) -> None:
+        """Set other limits on an empty slot."""
+        memory, cpu, pids = (self._dirs[c] for c in CONTROLLERS)
+        quota = max(1000, int(shape.cpus * PERIOD_US))
+        if "memory" in self.root.v1:
+            swap = f"{memory}/memory.memsw.limit_in_bytes"
+            accounted = os.path.exists(swap)
+            if accounted:  # it can't be below the other at any moment
+                _write(swap, "-1")
+            _write(f"{memory}/memory.limit_in_bytes", str(shape.memory_bytes))
+            if accounted:
+                _write(swap, str(shape.memory_bytes))
+        else:
+            _write(f"{memory}/memory.max", str(shape.memory_bytes))
+            if os.path.exists(f"{memory}/memory.swap.max"):
+                _write(f"{memory}/memory.swap.max", "0")
+        if "cpu" in self.root.v1:
+            _write(f"{cpu}/cpu.cfs_period_us", str(PERIOD_US))
+            _write(f"{cpu}/cpu.cfs_quota_us", str(quota))
+            _write(f"{cpu}/cpu.shares", str(min(262_144, max(2, int(1024 * shape.cpus)))))
+        else:
+            _write(f"{cpu}/cpu.max", f"{quota} {PERIOD_US}")
+            _write(f"{cpu}/cpu.weight", str(min(10_000, max(1, int(100 * shape.cpus)))))
+        _write(f"{pids}/pids.max", str(shape.pids))
+        self._keep(Note(shape, baseline=self._counters()))
+
+    def assign(self, owner: str, uid: int) -> None:
+        """Give the slot to a sandbox whose inside root is `uid`: it may make groups in the version 2 directory, and
+        move processes between them."""
+        assert self.note is not None
+        self._keep(msgspec.structs.replace(self.note, owner=owner))
+        if os.stat(self.v2).st_uid != uid:
+            for path in (self.v2, f"{self.v2}/cgroup.procs", f"{self.v2}/cgroup.threads"):
+                os.chown(path, uid, uid)
+
+    # while it serves
+
+    def attach(self, pid: int) -> None:
+        """Put a process into all the slot's cgroups."""
+        for path in (self.v2, *self.v1):
+            _write(f"{path}/cgroup.procs", str(pid))
+
+    def kill(self) -> None:
+        """End everything inside, whatever it forked (SIGKILL). Returns before they are gone. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            _write(f"{self.v2}/cgroup.kill", "1")
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Stop or continue everything inside; it takes effect soon after."""
+        _write(f"{self.v2}/cgroup.freeze", "1" if frozen else "0")
+
+    @property
+    def populated(self) -> bool:
+        """Whether a living process is inside."""
+        try:
+            return b"populated 1" in _read(f"{self.v2}/cgroup.events")
+        except FileNotFoundError:
+            return False
+
+    def usage(self, disk_bytes: int = 0, disk_limit_bytes: int = 0) -> Usage:
+        """Counters since the slot was assigned. The first call opens the files, later ones only read them."""
+        now, base = self._counters(), self.note.baseline if self.note else Usage()
+        return Usage(
+            cpu_us=now.cpu_us - base.cpu_us,
+            throttled_us=now.throttled_us - base.throttled_us,
+            memory_bytes=now.memory_bytes,
+            memory_peak_bytes=now.memory_peak_bytes
+            if now.memory_peak_bytes > base.memory_peak_bytes
+            else now.memory_bytes,
+            oom_kills=now.oom_kills - base.oom_kills,
+            pids=now.pids,
+            pids_refused=now.pids_refused - base.pids_refused,
+            disk_bytes=disk_bytes,
+            disk_limit_bytes=disk_limit_bytes,
+        )
+
+    def _counters(self) -> Usage:
+        memory_v1, cpu_v1 = "memory" in self.root.v1, "cpu" in self.root.v1
+        base = self._fields("v2", "cpu.stat")
+        throttle = self._fields("cpu", "cpu.stat") if cpu_v1 else base
+        if memory_v1:
+            used, peak = self._number("memory.usage_in_bytes"), self._number("memory.max_usage_in_bytes")
+            oom = self._fields("memory", "memory.oom_control")
+        else:
+            used, peak = self._number("memory.current"), self._number("memory.peak")
+            oom = self._fields("memory", "memory.events")
+        return Usage(
+            cpu_us=base[b"usage_usec"],
+            throttled_us=throttle[b"throttled_time"] // 1000 if cpu_v1 else throttle.get(b"throttled_usec", 0),
+            memory_bytes=used,
+            memory_peak_bytes=peak,
+            oom_kills=oom.get(b"oom_kill", 0),
+            pids=int(self._pread("pids", "pids.current")),
+            pids_refused=self._fields("pids", "pids.events").get(b"max", 0),
+        )
+
+    def _pread(self, place: str, name: str) -> bytes:
+        key = f"{place}/{name}"
+        fd = self._fds.get(key)
+        if fd is None:
+            directory = self.v2 if place == "v2" else self._dirs[place]
+            fd = self._fds[key] = os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(fd, 1024, 0)
+
+    def _fields(self, place: str, name: str) -> dict[bytes, int]:
+        words = self._pread(place, name).split()
+        return dict(zip(words[::2], map(int, words[1::2]), strict=False))
+
+    def _number(self, name: str) -> int:
+        try:
+            return int(self._pread("memory", name))
+        except FileNotFoundError:  # memory.peak came with Linux 5.19
+            return 0
+
+    def close(self) -> None:
+        """Close the descriptors; the slot stays."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    # after it served
+
+    def clean(self, timeout_s: float = 5.0) -> bool:
+        """End what runs, remove nested groups, give memory back, begin counters anew. Blocks; False where it can't be
+        emptied in time."""
+        try:
+            if not self._empty(timeout_s):
+                return False
+            self._drop_memory()
+            for name in os.listxattr(self.v2):
+                if name != _XATTR:
+                    os.removexattr(self.v2, name)
+            if self.note is None and not self.load():
+                return False
+            assert self.note is not None
+            self._keep(Note(self.note.shape, baseline=self._counters()))
+        except FileNotFoundError:
+            return False
+        finally:
+            self.close()
+        return True
+
+    def _empty(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(KernelError):
+            self.freeze(False)
+        # A zombie is no process to kill, but it counts against pids until its parent reaps it.
+        while self.populated or int(self._pread("pids", "pids.current")):
+            self.kill()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return self._remove_nested(deadline)
+
+    def _remove_nested(self, deadline: float) -> bool:
+        for top, names, _ in os.walk(self.v2, topdown=False):
+            for name in names:
+                while not _rmdir(f"{top}/{name}"):
+                    if time.monotonic() > deadline:
+                        return False
+                    time.sleep(0.002)
+        return True
+
+    def _drop_memory(self) -> None:
+        memory = self._dirs["memory"]
+        if "memory" in self.root.v1:
+            _write(f"{memory}/memory.force_empty", "0")
+            for name in (
+                "memory.max_usage_in_bytes",
+                "memory.failcnt",
+                "memory.memsw.max_usage_in_bytes",
+                "memory.memsw.failcnt",
+            ):
+                with contextlib.suppress(KernelError):  # no swap accounting
+                    _write(f"{memory}/{name}", "0")
+        elif os.path.exists(f"{memory}/memory.reclaim"):
+            with contextlib.suppress(KernelError):  # EAGAIN: less than asked was left
+                _write(f"{memory}/memory.reclaim", str(max(1, int(_read(f"{memory}/memory.current")))))
+
+    def remove(self, timeout_s: float = 5.0) -> bool:
+        """Remove the slot. Blocks; False where something in it doesn't end. Idempotent."""
+        self.close()
+        try:
+            if not self._empty(timeout_s):
+                return False
+            self._drop_memory()
+        except (FileNotFoundError, KernelError) as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
+        gone = [_rmdir(path) for path in (*self.v1, self.v2)]
+        return all(gone)
+
+
+def _rmdir(path: str) -> bool:
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return True
