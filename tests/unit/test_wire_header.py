@@ -1,4 +1,4 @@
-"""Every constant of native/common/wire.h has the same value in Python, and neither side has one that the other lacks."""
+"""Every constant of native/common/wire.h has the same value in Python; neither side has one that the other lacks."""
 
 from __future__ import annotations
 
