@@ -35,9 +35,15 @@ class Candidate(Struct, frozen=True):
     label: str
     files: dict[str, str]
     """Path within the project -> new text, for the agent's sandbox; the grader takes the allowed ones only."""
-    expected_reward: float
+    expected_reward: float | None
+    """None: the platform ends its sandbox, so that there must be none."""
     expected_cause: Cause = Cause.EXITED
     """Of the graded run."""
+
+    @property
+    def killed(self) -> bool:
+        """Its sandbox is the one that the platform ends in the middle."""
+        return self.expected_reward is None
 
 
 class Burst(Struct, frozen=True):
@@ -53,11 +59,11 @@ class Burst(Struct, frozen=True):
 class _Kind(Struct, frozen=True):
     label: str
     weight: int
-    make: Callable[[], tuple[dict[str, str], float, Cause]]
+    make: Callable[[], tuple[dict[str, str], float | None, Cause]]
 
 
 def make_burst(source: Source, tests: Source, seed: int, count: int) -> Burst:
-    """The task and the candidates of `seed`.
+    """The task and the candidates of `seed`. Where there is more than one, the platform will end the sandbox of one.
 
     `source` and `tests` are the pristine project's files by path. Raises ValueError for a count below one.
     """
@@ -68,6 +74,9 @@ def make_burst(source: Source, tests: Source, seed: int, count: int) -> Burst:
     kinds = _kinds(source, tests, fault)
     chosen = list(kinds) if count >= len(kinds) else rng.sample(kinds, count)
     chosen += rng.choices(kinds, weights=[kind.weight for kind in kinds], k=count - len(chosen))
+    if count > 1:
+        fix = kinds[0].make()[0]
+        chosen[-1] = _Kind("right fix, its sandbox killed", 0, lambda: (fix, None, Cause.PLATFORM_KILLED))
     rng.shuffle(chosen)
     candidates = []
     for index, kind in enumerate(chosen):
