@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 _DANGEROUS = {"SYS_MODULE": 16, "SYS_RAWIO": 17, "SYS_PTRACE": 19, "SYS_ADMIN": 21, "SYS_BOOT": 22, "MKNOD": 27}
 _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
@@ -33,13 +34,13 @@ def _refused(path: str, flags: int) -> bool:
 def observe(host: dict[str, str]) -> list[tuple[str, bool, str]]:
     """`host`: kind -> link of the host's own namespaces, to compare with."""
     status = dict(line.split(":\t", 1) for line in _text("/proc/self/status").splitlines() if ":\t" in line)
-    mine = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES}
+    mine = {kind: str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in _NAMESPACES}
     apart = [kind for kind in _NAMESPACES if mine[kind] != host.get(kind)]
     uid_map = _text("/proc/self/uid_map").split()
     bounding = int(status.get("CapBnd", "f" * 16), 16)
     kept = [name for name, bit in _DANGEROUS.items() if bounding >> bit & 1]
     interfaces = [line.split(":")[0].strip() for line in _text("/proc/net/dev").splitlines()[2:]]
-    processes = sum(name.isdigit() for name in os.listdir("/proc"))
+    processes = sum(path.name.isdigit() for path in Path("/proc").iterdir())
     mounts = [line.split() for line in _text("/proc/self/mounts").splitlines()]
     root = next((mount for mount in mounts if mount[1] == "/"), ["", "", "nothing", ""])
     return [
@@ -55,7 +56,7 @@ def observe(host: dict[str, str]) -> list[tuple[str, bool, str]]:
         ("/proc/sys read-only", _refused("/proc/sys/kernel/core_pattern", os.O_WRONLY), ""),
         (
             "kernel memory masked",
-            _refused("/proc/kcore", os.O_RDONLY) or not os.path.getsize("/proc/kcore"),
+            _refused("/proc/kcore", os.O_RDONLY) or not Path("/proc/kcore").stat().st_size,
             "/proc/kcore",
         ),
         ("own process table", processes < 16, f"{processes} processes to be seen"),

@@ -52,9 +52,8 @@ class Screen:
     def created(self, created: Created) -> None:
         self._finish()
         self.console.print(
-            f"[bold]{created.count} created in {created.wall_s:.2f} s[/bold] "
-            f"({created.count / created.wall_s:.0f} a second; each: p50 {created.p50_ms:.1f} ms, p99
-            {created.p99_ms:.1f} ms)"
+            f"[bold]{created.count} created in {created.wall_s:.2f} s[/bold]: {created.count / created.wall_s:.0f} a second, "
+            f"each p50 {created.p50_ms:.1f} ms, p99 {created.p99_ms:.1f} ms"
         )
 
     def grading(self, done: int, total: int) -> None:
@@ -91,8 +90,8 @@ class Screen:
         infra = sum(row.infra for row in step.rows)
         mean = "none" if step.mean is None else f"{step.mean:.4f}"
         self.console.print(
-            f"{len(step.rows)} candidates tested and graded in {step.graded_s:.1f} s; mean reward [bold]{mean}[/bold]
-            over " f"{len(step.rows) - infra}, {infra} masked as infra"
+            f"{len(step.rows)} candidates tested and graded in {step.graded_s:.1f} s; "
+            f"mean reward [bold]{mean}[/bold] over {len(step.rows) - infra}, {infra} masked as infra"
         )
 
     def controls(self, controls: Sequence[Control]) -> None:
