@@ -168,6 +168,7 @@ void ops_read_some(void);
 void ops_reaped(pid_t pid, int status, const struct rusage *usage);
 void ops_after_reaping(void);
 void ops_tick(uint64_t now);
+void trim_soon(void); /* memory was freed; idle sandboxes are many, so it goes back to the system */
 void ops_kill_all(void);
 void ops_remove_cgroups(void);
 

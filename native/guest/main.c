@@ -19,7 +19,7 @@
 #include "guest.h"
 
 #define EVENTS 64
-#define KEEP_HEAP (1 << 20) /* freed memory that is kept for the next burst while operations exist */
+#define KEEP_HEAP (1 << 20) /* freed memory that is kept until ops_tick() gives it back */
 
 struct guest guest = {.epoll = -1, .control = -1, .cgroup = -1, .null = -1, .oom_score_adj = -1, .timer = UINT64_MAX};
 
@@ -187,7 +187,6 @@ static int wait_ms(void) {
 }
 
 int main(int argc, char **argv) {
-    bool used = false;
     set_up(argc < 2 || strcmp(argv[1], "--no-cgroup") != 0);
     for (;;) {
         struct epoll_event events[EVENTS];
@@ -199,12 +198,6 @@ int main(int argc, char **argv) {
         if (guest.timer != UINT64_MAX && guest.timer <= now_ns()) ops_tick(now_ns());
         ops_read_some();
         channel_turn();
-
         while (doomed_count) free(doomed[--doomed_count]);
-        used |= guest.op_count > 0;
-        if (used && guest.op_count == 0) { /* idle sandboxes are many: give back what a burst took */
-            malloc_trim(0);
-            used = false;
-        }
     }
 }

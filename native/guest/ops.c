@@ -1,6 +1,7 @@
 /* Operations: from START to RELEASE. Their streams, timeouts, and ends. */
 #include <errno.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,11 +18,12 @@
 #define RETRY_NS (2 * 1000000ull)   /* look again whether a killed command is gone */
 #define GIVE_UP_NS (2 * NANOSECONDS) /* ... but no longer than this */
 #define SWEEP_NS (50 * 1000000ull)
+#define TRIM_NS (200 * 1000000ull)
 #define FILE_GRACE_NS (500 * 1000000ull) /* a file call gets SIGTERM first, to remove its temporary file */
 
 static struct op *by_id[BUCKETS], *by_pid[BUCKETS];
 static uint32_t released_count;
-static uint64_t sweep_ns = UINT64_MAX;
+static uint64_t sweep_ns = UINT64_MAX, trim_ns = UINT64_MAX;
 static uint8_t scratch[16384];
 
 /* --- the table ------------------------------------------------------------------------------------------------------------------- */
@@ -53,10 +55,17 @@ static void op_free(struct op *op) {
     free(op->err.ring.data);
     free(op->input_ring.data);
     free_later(op);
+    trim_soon();
 }
 
 static void wake_at(uint64_t when) {
     if (when < guest.timer) guest.timer = when;
+}
+
+void trim_soon(void) {
+    if (trim_ns != UINT64_MAX) return;
+    trim_ns = now_ns() + TRIM_NS;
+    wake_at(trim_ns);
 }
 
 /* --- killing --------------------------------------------------------------------------------------------------------------------- */
@@ -533,7 +542,12 @@ void ops_tick(uint64_t now) {
         sweep_ns = UINT64_MAX;
         cgroup_sweep();
     }
+    if (trim_ns <= now) {
+        trim_ns = UINT64_MAX;
+        malloc_trim(0);
+    }
     wake_at(sweep_ns);
+    wake_at(trim_ns);
     for (size_t i = 0; i < BUCKETS; i++) {
         for (struct op *op = by_id[i], *next; op; op = next) {
             next = op->next_by_id;

@@ -80,6 +80,7 @@ void ring_put(struct ring *ring, const uint8_t *data, size_t size) {
 void ring_forget(struct ring *ring, uint64_t below) {
     if (below > ring->base) ring->base = below;
     if (ring->base != ring->end || !ring->data) return;
+    trim_soon();
     free(ring->data);
     ring->data = NULL;
     ring->capacity = 0;
