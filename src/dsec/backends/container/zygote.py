@@ -1,8 +1,9 @@
 """The edge's side of the zygote: start it, connect, spawn and attach sandboxes, hear of their ends.
 
-Owns: one SOCK_SEQPACKET connection. Invariants: every descriptor that arrives has exactly one owner (the caller who is handed it, else it
-is closed here); a request that gets no answer before the connection ends fails; `on_exit` is called once for each Z_EXITED frame,
-after the answer to the spawn that made the sandbox. The frames are native/common/wire.h's; the zygote is native/zygote.
+Owns: one SOCK_SEQPACKET connection. Invariants: every descriptor that arrives has exactly one owner (the caller who is
+handed it, else it is closed here); a request that gets no answer before the connection ends fails; `on_exit` is called
+once for each Z_EXITED frame, after the answer to the spawn that made the sandbox. The frames are
+native/common/wire.h's; the zygote is native/zygote.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -36,7 +38,7 @@ from dsec.wire.frames import (
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
 _READS_AT_ONCE = 64
-_SYSTEMD = Path("/run/systemd/system")
+_SYSTEMD = Path("/run/systemd/system").is_dir()
 
 
 class SpawnRequest(Struct, frozen=True, kw_only=True):
@@ -102,13 +104,15 @@ class Spawned(Struct, frozen=True):
 
 
 class ZygoteState(Struct, frozen=True):
-    """What a zygote holds when an edge connects: sandbox id to pid, and to (pid, wait status) of ended ones not yet forgotten."""
+    """What a zygote holds when an edge connects."""
 
     pid: int
     epoch: int
     """Random 64 bits, another for each zygote."""
     live: dict[str, int]
+    """Sandbox id to pid."""
     ended: dict[str, tuple[int, int]]
+    """Sandbox id to pid and wait status, of those that ended and were not forgotten yet."""
 
 
 async def start_zygote(
@@ -116,11 +120,11 @@ async def start_zygote(
 ) -> None:
     """Start a zygote that outlives this process; returns when it listens on `socket_path`.
 
-    Where systemd runs the host it gets a scope of its own, named `unit`, so that a restart of our service doesn't take it (and every
-    sandbox) down. Raises `Unavailable` with what the zygote said.
+    Where systemd runs the host it gets a scope of its own, named `unit`, so that a restart of our service doesn't take
+    it (and every sandbox) down. Raises `Unavailable` with what the zygote said.
     """
     argv = [str(binary), "--socket", str(socket_path), "--guest", str(guest), "--net-pool", str(net_pool)]
-    if _SYSTEMD.is_dir():
+    if _SYSTEMD:
         argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
     try:
         process = await asyncio.create_subprocess_exec(
@@ -155,7 +159,7 @@ class ZygoteClient:
         self._synced: asyncio.Future[None] | None = None
 
     async def connect(self, path: str | Path) -> ZygoteState:
-        """Connect, say hello and learn what runs. Raises `Unavailable` where no zygote of this protocol version serves there."""
+        """Connect, say hello and learn what runs. Raises `Unavailable` where no zygote of our version serves there."""
         loop = self._loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.setblocking(False)
@@ -181,8 +185,11 @@ class ZygoteClient:
         return ZygoteState(pid, epoch, live, ended)
 
     async def spawn(self, request: SpawnRequest) -> Spawned:
-        """Clone a sandbox; returns when its guest was executed. A caller that is cancelled meanwhile must destroy the sandbox by its cgroup:
-        it may exist. Raises `CreateFailed` with the stage, `Unavailable` where the connection is lost."""
+        """Clone a sandbox; returns when its guest was executed.
+
+        A caller that is cancelled, or told `Unavailable` (the connection is lost), must destroy the sandbox by its
+        cgroup: it may exist. Raises `CreateFailed` with the stage where it doesn't.
+        """
         frame, fds = await self._ask(FrameType.Z_SPAWN, request.encode())
         if frame.type is not FrameType.Z_SPAWNED:
             raise self._failure(frame, CreateFailed)
@@ -191,7 +198,8 @@ class ZygoteClient:
         return Spawned(pid, channel, pidfd, mount, clone, setup, total)
 
     async def attach(self, sandbox: str) -> Spawned:
-        """A fresh channel to a live sandbox; its guest drops the former one. Raises `SandboxNotFound` where it has ended."""
+        """A fresh channel to a live sandbox; its guest drops the former one. Raises `SandboxNotFound` for no such
+        live one."""
         frame, fds = await self._ask(FrameType.Z_ATTACH, sandbox.encode())
         if frame.type is not FrameType.Z_ATTACHED:
             raise self._failure(frame, Unavailable)
@@ -199,7 +207,7 @@ class ZygoteClient:
         return Spawned(struct.unpack_from("<I", frame.payload)[0], channel, pidfd)
 
     async def forget(self, sandbox: str) -> None:
-        """Its end is on record: the zygote need not tell it again. Idempotent. Raises `Unavailable` for one that runs."""
+        """Its end is on record: the zygote need not tell it again. Idempotent. Raises `Unavailable` while it runs."""
         frame, _ = await self._ask(FrameType.Z_FORGET, sandbox.encode())
         if frame.type is not FrameType.Z_OK:
             raise self._failure(frame, Unavailable)
@@ -309,7 +317,9 @@ class ZygoteClient:
             self._loop.remove_writer(sock)
         sock.close()
         self._outgoing.clear()
-        waiting = [*self._waiting.values(), *([self._synced] if self._synced is not None else [])]
+        waiting: list[asyncio.Future[Any]] = [*self._waiting.values()]
+        if self._synced is not None:
+            waiting.append(self._synced)
         self._waiting.clear()
         for future in waiting:
             if not future.done():
