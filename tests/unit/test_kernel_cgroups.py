@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from dsec.kernel import syscalls
 from dsec.kernel.cgroup_pool import CgroupPool
 from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
 from dsec.kernel.syscalls import KernelError
@@ -42,23 +45,59 @@ def pool(root: CgroupRoot) -> Iterator[CgroupPool]:
     root.prepare()
 
 
+class Reaper:
+    """Reaps whatever ends below this process, as a zygote does: orphans come here too."""
+
+    ended: ClassVar[dict[int, int]] = {}
+
+    def __init__(self) -> None:
+        self.ended.clear()
+        self._stop = threading.Event()
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.005):
+            with contextlib.suppress(ChildProcessError):
+                while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    self.ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.fixture(autouse=True)
+def reaper() -> Iterator[Reaper]:
+    reaper = Reaper()
+    yield reaper
+    reaper.close()
+
+
 class Inside:
     """A shell that runs a script in a slot from its very first command."""
 
     def __init__(self, slot: Slot, script: str) -> None:
-        self.process = subprocess.Popen(
-            ["/bin/sh", "-c", f"read go; {script}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        slot.attach(self.process.pid)
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"go\n")
-        self.process.stdin.close()
+        read, write = os.pipe()
+        actions = [
+            (os.POSIX_SPAWN_DUP2, read, 0),
+            *((os.POSIX_SPAWN_OPEN, n, "/dev/null", os.O_WRONLY, 0) for n in (1, 2)),
+        ]
+        self.pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"read go; {script}"], os.environ, file_actions=actions)
+        slot.attach(self.pid)
+        os.write(write, b"go\n")
+        os.close(read)
+        os.close(write)
+
+    @property
+    def running(self) -> bool:
+        return self.pid not in Reaper.ended
 
     def wait(self) -> int:
-        return self.process.wait(60)
+        eventually(lambda: not self.running)
+        return Reaper.ended[self.pid]
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -116,7 +155,7 @@ def test_kill_ends_what_was_forked_twice_and_what_is_frozen(root: CgroupRoot) ->
     slot = made(root)
     inside = Inside(slot, "(setsid sh -c 'sleep 300 & sleep 300' &) ; exec sleep 300")
     eventually(lambda: slot.usage().pids >= 4)
-    assert root.name_of_pid(inside.process.pid) == "s0"
+    assert root.name_of_pid(inside.pid) == "s0"
     slot.freeze()
     eventually(lambda: "frozen 1" in Path(slot.v2, "cgroup.events").read_text())
     slot.kill()
@@ -126,18 +165,20 @@ def test_kill_ends_what_was_forked_twice_and_what_is_frozen(root: CgroupRoot) ->
 
 def test_a_cleaned_slot_shows_nothing_of_its_past(root: CgroupRoot) -> None:
     slot = made(root)
-    inside = Inside(slot, "head -c 30000000 /dev/zero | tail >/dev/null; for i in $(seq 99); do sleep 300 & done; wait")
+    inside = Inside(
+        slot, "head -c 30000000 /dev/zero | tail >/dev/null; (for i in $(seq 99); do sleep 300 & done); exec sleep 300"
+    )
     eventually(lambda: slot.usage().pids_refused >= 1)
     Path(f"{slot.v2}/c1/deeper").mkdir(parents=True)
     os.setxattr(slot.v2, "user.left", b"behind")
-    Path(f"{slot.v2}/c1/deeper/cgroup.procs").write_text(str(inside.process.pid))
-    assert root.name_of_pid(inside.process.pid) == "s0"
+    Path(f"{slot.v2}/c1/deeper/cgroup.procs").write_text(str(inside.pid))
+    assert root.name_of_pid(inside.pid) == "s0"
     slot.freeze()
     assert slot.clean()
     inside.wait()
     usage = slot.usage()
     assert usage == Usage(memory_bytes=usage.memory_bytes, memory_peak_bytes=usage.memory_peak_bytes)
-    assert usage.memory_peak_bytes < 2 * MIB
+    assert usage.memory_peak_bytes < 8 * MIB, "kernel memory of ended tasks drains a little later"
     assert [entry for entry in Path(slot.v2).iterdir() if entry.is_dir()] == []
     assert os.listxattr(slot.v2) == ["trusted.dsec"]
     assert "frozen 0" in Path(slot.v2, "cgroup.events").read_text()
@@ -243,7 +284,7 @@ def test_a_restarted_pool_adopts_what_is_on_record_and_ends_the_rest(root: Cgrou
     assert second.find(kept, "kept") is adopted[kept]
     assert processes["stray"].wait() == -9
     assert processes["moved"].wait() == -9
-    assert processes["kept"].process.poll() is None
+    assert processes["kept"].running
     assert int(second.reserve(OTHER)[1:]) not in (int(kept[1:]), 77)
     eventually(lambda: not Path(f"{root.v2}/{root.name}/s77").exists())
     second.close()

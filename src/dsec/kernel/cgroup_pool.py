@@ -198,7 +198,7 @@ class CgroupPool:
         return fitting < self._refill
 
     def _recycle(self, slot: Slot) -> None:
-        if not slot.clean():
+        if not slot.clean(timeout_s=1.0):
             with self._lock:
                 self._stuck.append(slot)
             return

@@ -320,7 +320,7 @@ class Slot:
         """End what runs, remove nested groups, give memory back, begin counters anew. Blocks; False where it can't be
         emptied in time."""
         try:
-            if not self._empty(timeout_s):
+            if not self._empty(timeout_s) or not self._reaped(timeout_s):
                 return False
             self._drop_memory()
             for name in os.listxattr(self.v2):
@@ -340,13 +340,21 @@ class Slot:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(KernelError):
             self.freeze(False)
-        # A zombie is no process to kill, but it counts against pids until its parent reaps it.
-        while self.populated or int(self._pread("pids", "pids.current")):
+        while self.populated:
             self.kill()
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.002)
         return self._remove_nested(deadline)
+
+    def _reaped(self, timeout_s: float) -> bool:
+        """Wait for zombies: nothing is left to kill, but they count against pids until their parent reaps them."""
+        deadline = time.monotonic() + timeout_s
+        while int(self._pread("pids", "pids.current")):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
 
     def _remove_nested(self, deadline: float) -> bool:
         for top, names, _ in os.walk(self.v2, topdown=False):
