@@ -1,0 +1,46 @@
+"""dsec: sandboxes for training and evaluating AI agents. This module is the client's public names;
+`import dsec` needs no server.
+
+    import dsec
+
+    with dsec.Sandbox.create("python") as sandbox:
+        print(sandbox.commands.run("echo hello").stdout)
+
+`AsyncClient` and `AsyncSandbox` are the same for asyncio.
+"""
+
+from dsec import errors
+from dsec.errors import CallerError, DsecError, PlatformError
+from dsec.sdk._client import AsyncClient
+from dsec.sdk._command import AsyncCommand
+from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output
+from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._sync import Client, Run, Sandbox
+from dsec.sdk._sync_inside import Command
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import ExecSpec, FileInfo, SandboxInfo, SandboxSpec, State
+
+__all__ = [
+    "AsyncClient",
+    "AsyncCommand",
+    "AsyncRun",
+    "AsyncSandbox",
+    "CallerError",
+    "Cause",
+    "Client",
+    "Command",
+    "CommandFailed",
+    "CommandResult",
+    "CreateResult",
+    "DsecError",
+    "ExecSpec",
+    "FileInfo",
+    "Output",
+    "PlatformError",
+    "Run",
+    "Sandbox",
+    "SandboxInfo",
+    "SandboxSpec",
+    "State",
+    "errors",
+]

@@ -119,7 +119,7 @@ class AsyncCommand:
         seen: tuple[int, int] = (0, 0),
     ) -> None:
         """Not for callers: use `commands.start` or `attach`."""
-        self.key = key
+        self.key: str = key
         """Names it in `commands.attach`, also from another process."""
         self.pid: int | None = None
         """Inside the sandbox; None where it could not be started."""
@@ -188,8 +188,11 @@ class AsyncCommand:
         """Let the server forget it, its output and its result; a running one is ended whole. Idempotent."""
         await self._transport.call("DELETE", self._calls.url(self.key), type(None), request_timeout_s=request_timeout_s)
 
-    def detach(self) -> None:
+    async def detach(self) -> None:
         """Close the connection; the command goes on. `commands.attach(key)` finds it again."""
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._response is not None:
             self._response.close()
             self._response = None
@@ -200,13 +203,13 @@ class AsyncCommand:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        self._disconnect()
         await self.release()
 
     # --- the stream -------------------------------------------------------------------------------------------------
 
     async def collect(self, on_stdout: OnOutput | None, on_stderr: OnOutput | None) -> CommandResult:
-        """Read to the end; see `wait`."""
+        """Not for callers: read to the end."""
         if self._result is not None:
             return self._result
         stdout: list[bytes] = []
@@ -242,7 +245,7 @@ class AsyncCommand:
             await self._read()
 
     async def open(self) -> None:
-        """Read until the command is known to have started, or failed to."""
+        """Not for callers: read until the command is known to have started, or failed to."""
         while not self._started:
             await self._read()
 
@@ -262,10 +265,10 @@ class AsyncCommand:
         except cut_errors() as error:
             cut = error
         except BaseException:
-            self.detach()  # cancelled; a later call attaches again
+            self._disconnect()  # cancelled; a later call attaches again
             raise
         if not data:
-            self.detach()
+            self._disconnect()
             self._retry = self._retry or Retry(self._transport)
             await self._retry.wait(cut or ConnectionResetError("the answer was cut"))
             return
@@ -273,7 +276,7 @@ class AsyncCommand:
         try:
             frames = self._decoder.feed(data)
         except ProtocolError as error:
-            self.detach()
+            self._disconnect()
             raise Unavailable(f"the answer is not that of a dsec server of this version: {error}") from error
         for frame in frames:
             kind, payload = frame

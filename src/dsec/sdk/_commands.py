@@ -26,6 +26,7 @@ class AsyncCommands:
     """Runs commands in one sandbox; `sandbox.commands`."""
 
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
+        """Not for callers."""
         self._calls = ExecCalls(transport, sandbox_id)
 
     async def run(

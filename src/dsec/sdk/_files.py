@@ -43,6 +43,7 @@ class AsyncFiles:
     """
 
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
+        """Not for callers."""
         self._transport = transport
         self._path = f"/v1/sandboxes/{sandbox_id}/files"
 

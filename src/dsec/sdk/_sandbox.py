@@ -62,11 +62,11 @@ class AsyncSandbox:
         """Not for callers: use `create`, `create_many` or `connect`."""
         self._transport = transport
         self._path = f"/v1/sandboxes/{info.id}"
-        self.id = info.id
-        self.info = info
+        self.id: str = info.id
+        self.info: SandboxInfo = info
         """As the server saw it when it was last asked (`refresh`)."""
-        self.commands = AsyncCommands(transport, info.id)
-        self.files = AsyncFiles(transport, info.id)
+        self.commands: AsyncCommands = AsyncCommands(transport, info.id)
+        self.files: AsyncFiles = AsyncFiles(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.info.state} {self.info.spec.environment}>"
@@ -251,8 +251,9 @@ class AsyncRun:
     """A training or evaluation job: sandboxes that are found again by name, by any process."""
 
     def __init__(self, client: AsyncClient, name: str) -> None:
+        """Not for callers: use `client.run`."""
         self._client = client
-        self.name = name
+        self.name: str = name
 
     async def sandbox(
         self,
