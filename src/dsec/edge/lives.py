@@ -110,10 +110,10 @@ class Lives:
         self._tasks.spawn(self._bring_up(sandbox, now))
 
     async def _bring_up(self, sandbox: Sandbox, began: float) -> None:
-        instance: Instance | None = None
         failure: DsecError | None = None
         try:
             instance = await self._make(sandbox)
+            self._runs(sandbox, instance, (self._clock.monotonic() - began) * 1e3)
         except TimeoutError:
             failure = CreateFailed(
                 f"the sandbox did not answer within {self._config.create_timeout_s:g} s", remedy="Try again."
@@ -126,8 +126,6 @@ class Lives:
             self.gate.started()
         if failure is not None:
             self._failed(sandbox, failure)
-        elif instance is not None:
-            self._runs(sandbox, instance, (self._clock.monotonic() - began) * 1e3)
 
     async def _make(self, sandbox: Sandbox) -> Instance:
         record, backend = sandbox.record, sandbox.backend
@@ -139,13 +137,15 @@ class Lives:
     def _runs(self, sandbox: Sandbox, instance: Instance, create_ms: float) -> None:
         sandbox.instance = instance
         state = next_state(sandbox.state, Event.STARTED)
-        sandbox.record = replace(sandbox.record, state=state, create_ms=create_ms)
+        record = replace(sandbox.record, state=state, create_ms=create_ms)
         if state is State.ENDING:  # deleted while it was made
+            sandbox.record = record
             self._queue_end(sandbox)
             return
-        self._journal.put_lazily(sandbox.record)
-        self.created_total += 1
         self._watch(sandbox, instance)
+        self._journal.put_lazily(record)
+        sandbox.record = record
+        self.created_total += 1
         sandbox.active_at = self._clock.monotonic()
         self._set_expiry(sandbox)
         ready, sandbox.ready = sandbox.ready, None

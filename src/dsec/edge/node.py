@@ -40,7 +40,7 @@ class Edge:
     def __init__(
         self,
         *,
-        backends: Sequence[Backend],
+        backends: Mapping[str, Backend],
         state: StateDir,
         journal: Journal,
         clock: Clock,
@@ -49,7 +49,7 @@ class Edge:
         tasks: Tasks,
     ) -> None:
         """Use `open`."""
-        self._backends = {backend.name: backend for backend in backends}
+        self._backends = dict(backends)
         self._state = state
         self._journal = journal
         self._clock = clock
@@ -75,7 +75,7 @@ class Edge:
     @classmethod
     async def open(
         cls,
-        backends: Sequence[Backend],
+        backends: Mapping[str, Backend],
         state_dir: Path,
         *,
         clock: Clock | None = None,
@@ -83,12 +83,12 @@ class Edge:
         capacity: Capacity | None = None,
         edge_number: int | None = None,
     ) -> Edge:
-        """Lock the state, recover what is on record, serve.
+        """Lock the state, recover what is on record, serve. `backends`: by the name that specs use.
 
         Raises `Unavailable` where another server has the state, `Internal` where it is damaged or of a newer version,
         and what the backends' `open` raises.
         """
-        for backend in backends:
+        for backend in backends.values():
             if backend.api_version != BACKEND_API:
                 raise Unsupported(
                     f"the backend {backend.name!r} has API version {backend.api_version}, this edge speaks "
