@@ -52,8 +52,8 @@ class Screen:
     def created(self, created: Created) -> None:
         self._finish()
         self.console.print(
-            f"[bold]{created.count} created in {created.wall_s:.2f} s[/bold]: {created.count / created.wall_s:.0f} a second, "
-            f"each p50 {created.p50_ms:.1f} ms, p99 {created.p99_ms:.1f} ms"
+            f"[bold]{created.count} created in {created.wall_s:.2f} s[/bold]: "
+            f"{created.count / created.wall_s:.0f} a second, each p50 {created.p50_ms:.1f} ms, p99 {created.p99_ms:.1f} ms"
         )
 
     def grading(self, done: int, total: int) -> None:

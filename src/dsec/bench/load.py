@@ -1,0 +1,167 @@
+"""The loads that the benchmarks put on a server, through SDK and HTTP. Bounded in count; whatever they make they
+end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from msgspec import Struct
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.bench.rounds import Turn
+from dsec.errors import DsecError
+from dsec.spec.sandbox import MIB, SandboxSpec
+
+TRUE = ("/bin/true",)
+_CHUNK = bytes(1 * MIB)
+
+
+async def groups(client: AsyncClient, spec: SandboxSpec, count: int, group: int) -> Turn:
+    """Create `count` sandboxes in groups of `group`, run `/bin/true` in each as it is ready, end each group as a whole.
+
+    The next group is made while the last one is ended, so that at most two groups are live.
+    """
+    problems: list[str] = []
+    began = time.perf_counter()
+    ending: asyncio.Task[None] | None = None
+    for start in range(0, count, group):
+        runs: list[asyncio.Task[None]] = []
+        made: list[AsyncSandbox] = []
+        async for result in client.create_many(spec, count=min(group, count - start), deadline_s=60.0):
+            if result.sandbox is None:
+                problems.append(str(result.error))
+                continue
+            made.append(result.sandbox)
+            runs.append(asyncio.create_task(_true(result.sandbox, problems)))
+        await asyncio.gather(*runs)
+        if ending is not None:
+            await ending
+        ending = asyncio.create_task(_end(client, made, problems))
+    if ending is not None:
+        await ending
+    return Turn(count, time.perf_counter() - began, len(problems), problems[0] if problems else "")
+
+
+class OneAtATime(Struct, frozen=True):
+    """Milliseconds of each sandbox that was made alone."""
+
+    create_ms: list[float]
+    cycle_ms: list[float]
+    """Create, `true`, destroy."""
+    failures: int = 0
+
+
+async def one_at_a_time(client: AsyncClient, spec: SandboxSpec, count: int) -> OneAtATime:
+    """Create, run `true`, destroy; then the next."""
+    create_ms, cycle_ms, problems = [], [], list[str]()
+    for _ in range(count):
+        began = time.perf_counter()
+        sandbox = await client.create(spec)
+        created = time.perf_counter()
+        await _true(sandbox, problems)
+        await sandbox.kill()
+        create_ms.append((created - began) * 1e3)
+        cycle_ms.append((time.perf_counter() - began) * 1e3)
+    return OneAtATime(create_ms, cycle_ms, len(problems))
+
+
+async def make(client: AsyncClient, spec: SandboxSpec, count: int) -> list[AsyncSandbox]:
+    """`count` live sandboxes. Raises the first error, after ending those that were made."""
+    made, errors = [], []
+    async for result in client.create_many(spec, count=count, deadline_s=120.0):
+        if result.sandbox is None:
+            errors.append(result.error)
+        else:
+            made.append(result.sandbox)
+    if errors:
+        await client.kill_many(made)
+        raise errors[0] or DsecError("a sandbox could not be made")
+    return made
+
+
+async def exec_times(sandbox: AsyncSandbox, count: int) -> list[float]:
+    """Milliseconds of `count` commands, one after the other."""
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        (await sandbox.commands.run(TRUE)).check()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+async def exec_parallel(sandboxes: list[AsyncSandbox], count: int, at_once: int) -> Turn:
+    """`count` commands in all, `at_once` at the same time, over the sandboxes in turn."""
+    tickets, problems = itertools.count(), list[str]()
+
+    async def lane(sandbox: AsyncSandbox) -> None:
+        while next(tickets) < count:
+            await _true(sandbox, problems)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(lane(sandboxes[index % len(sandboxes)]) for index in range(at_once)))
+    return Turn(count, time.perf_counter() - began, len(problems), problems[0] if problems else "")
+
+
+async def output(sandbox: AsyncSandbox, size: int) -> float:
+    """MB a second of a command's output of `size` bytes, thrown away piece by piece. Raises `DsecError` where some is
+    missing."""
+    began = time.perf_counter()
+    command = await sandbox.commands.start(["head", "-c", str(size), "/dev/zero"], output_bytes=size + 1)
+    received = 0
+    async for piece in command:
+        received += len(piece.data)
+    (await command.wait()).check()
+    if received != size:
+        raise DsecError(f"{received} of {size} bytes of output arrived")
+    return size / 1e6 / (time.perf_counter() - began)
+
+
+async def upload(sandbox: AsyncSandbox, size: int) -> float:
+    """MB a second of a file of `size` bytes, streamed in. Raises `DsecError` where it isn't whole."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, size, len(_CHUNK)):
+            yield _CHUNK[: size - start]
+
+    began = time.perf_counter()
+    await sandbox.files.write("/uploaded", pieces())
+    seconds = time.perf_counter() - began
+    found = (await sandbox.files.stat("/uploaded")).size
+    if found != size:
+        raise DsecError(f"{found} of {size} bytes were stored")
+    return size / 1e6 / seconds
+
+
+async def download(sandbox: AsyncSandbox, size: int) -> float:
+    """MB a second of the file that `upload` left, streamed out and thrown away."""
+    began = time.perf_counter()
+    received = 0
+    async for piece in sandbox.files.read_stream("/uploaded"):
+        received += len(piece)
+    if received != size:
+        raise DsecError(f"{received} of {size} bytes arrived")
+    return size / 1e6 / (time.perf_counter() - began)
+
+
+async def _true(sandbox: AsyncSandbox, problems: list[str]) -> None:
+    await _noting(_checked(sandbox), problems)
+
+
+async def _checked(sandbox: AsyncSandbox) -> None:
+    (await sandbox.commands.run(TRUE)).check()
+
+
+async def _noting(work: Coroutine[Any, Any, None], problems: list[str]) -> None:
+    try:
+        await work
+    except DsecError as error:
+        problems.append(str(error))
+
+
+async def _end(client: AsyncClient, sandboxes: list[AsyncSandbox], problems: list[str]) -> None:
+    errors = await client.kill_many(sandboxes)
+    problems += [str(error) for error in errors.values()]
