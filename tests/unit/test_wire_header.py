@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ def c_enum(name: str, prefix: str) -> dict[str, int]:
     return {member.removeprefix(prefix): int(value) for member, value in members}
 
 
-def members(enum: type[IntEnum]) -> dict[str, int]:
+def members(enum: type[IntEnum] | type[IntFlag]) -> dict[str, int]:
     return {name: int(member) for name, member in enum.__members__.items()}
 
 
@@ -40,7 +40,7 @@ def members(enum: type[IntEnum]) -> dict[str, int]:
         ("dsec_stage", "STAGE_", operations.Stage),
     ],
 )
-def test_enums_agree(name: str, prefix: str, ours: type[IntEnum]) -> None:
+def test_enums_agree(name: str, prefix: str, ours: type[IntEnum] | type[IntFlag]) -> None:
     assert c_enum(name, prefix) == members(ours)
 
 

@@ -37,6 +37,7 @@ _QUEUE_HIGH = 1 << 20
 _QUEUE_MAX = 16 << 20
 """Bytes queued for a guest that doesn't read but makes us answer: then it is broken."""
 
+_CHANNEL_EVENTS = (Known, Synced, Pong)
 _local = threading.local()
 
 
@@ -79,6 +80,7 @@ class SocketChannel:
         self._pings: dict[int, tuple[float, asyncio.Future[float]]] = {}
         self._live: asyncio.Future[None] = self._loop.create_future()
         self._error: DsecError | None = None
+        self._loss: asyncio.Future[str] = self._loop.create_future()
         self._sweeper: asyncio.Task[None] | None = None
         sock.setblocking(False)
         self._fd = sock.fileno()
@@ -155,6 +157,10 @@ class SocketChannel:
         finally:
             self._pings.pop(token, None)
 
+    def lost(self) -> asyncio.Future[str]:
+        """As in `ports.GuestChannel`; shared: don't cancel it."""
+        return self._loss
+
     async def close(self) -> None:
         self._finish(Unavailable("the channel was closed", remedy="Attach again by key."))
         if self._sweeper is not None:
@@ -190,7 +196,7 @@ class SocketChannel:
         event = self.session.receive(frame)
         if event is None:
             return
-        if isinstance(event, Known | Synced | Pong):
+        if isinstance(event, _CHANNEL_EVENTS):
             self._take_channel_event(event)
             return
         operation = self._operations.get(event.op)
@@ -245,7 +251,7 @@ class SocketChannel:
         whole = sizes[0] >= state.stdout_base and sizes[1] >= state.stderr_base  # else what was spooled is lost
         keyed = state.key is not None
         if self._spool and not whole:
-            self._spool.of(event.op).remove()
+            self._spool.of(event.op).remove(unseen=True)
         operation = GuestOperation(
             self,
             event.op,
@@ -264,7 +270,7 @@ class SocketChannel:
         kept = {operation.op for operation in self._by_key.values()}
         for op in self._spooled.keys() - kept:
             if self._spool:
-                self._spool.of(op).remove()
+                self._spool.of(op).remove(unseen=True)
         self._spooled = {}
         for operation in self.operations():
             if operation.orphan and operation.kind is not Kind.EXEC:
@@ -373,13 +379,17 @@ class SocketChannel:
 
     def _lost(self) -> None:
         gone = OutcomeUnknown("the guest is gone; its unfinished commands may or may not have run")
-        if self._finish(gone) and self._on_eof:
-            self._on_eof()
+        if self._finish(gone):
+            self._loss.set_result("its end was closed")
+            if self._on_eof:
+                self._on_eof()
 
     def _broken(self, reason: str) -> None:
         lost = OutcomeUnknown("the guest broke its protocol and was cut off", reason=reason)
-        if self._finish(lost) and self._on_broken:
-            self._on_broken(reason)
+        if self._finish(lost):
+            self._loss.set_result(f"it broke the protocol: {reason}")
+            if self._on_broken:
+                self._on_broken(reason)
 
     def _finish(self, error: DsecError) -> bool:
         if self._error is not None:

@@ -19,12 +19,13 @@ _SUFFIXES = ("out", "err")
 class OpSpool:
     """The two files of one operation; opened on demand."""
 
-    __slots__ = ("_directory", "_fds", "_op", "sizes")
+    __slots__ = ("_directory", "_fds", "_made", "_op", "sizes")
 
     def __init__(self, directory: Path, op: int, sizes: tuple[int, int] = (0, 0)) -> None:
         self._directory = directory
         self._op = op
         self._fds = [-1, -1]
+        self._made = [sizes[0] > 0, sizes[1] > 0]
         self.sizes = [*sizes]
         """Bytes kept of stdout and of stderr."""
 
@@ -33,6 +34,7 @@ class OpSpool:
 
     def _fd(self, stream: int) -> int:
         if self._fds[stream] < 0:
+            self._made[stream] = True
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
                 self._fds[stream] = os.open(self._path(stream), flags, 0o600)
@@ -61,11 +63,12 @@ class OpSpool:
                 os.close(self._fds[stream])
                 self._fds[stream] = -1
 
-    def remove(self) -> None:
-        """Close and unlink."""
+    def remove(self, *, unseen: bool = False) -> None:
+        """Close and unlink what this object made or was told of; `unseen`: whatever there is."""
         self.close()
         for stream in (0, 1):
-            self._path(stream).unlink(missing_ok=True)
+            if self._made[stream] or unseen:
+                self._path(stream).unlink(missing_ok=True)
 
 
 class Spool:

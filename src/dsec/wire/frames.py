@@ -156,7 +156,8 @@ _RULES: dict[int, tuple[int, int, int]] = {
 }
 
 _HEADER = struct.Struct("<IBBHQ")
-_FIELD = struct.Struct("<HHI")
+FIELD = struct.Struct("<HHI")
+NUMBER = struct.Struct("<HHIQ")  # a field with an integer
 _U64 = struct.Struct("<Q")
 _KNOWN_TAGS = frozenset(int(t) for t in Tag)
 _TYPES = {int(t): t for t in FrameType}
@@ -254,8 +255,7 @@ class StreamDecoder:
 
 def field(tag: Tag, value: int | bytes) -> bytes:
     """One encoded field; an int is a u64."""
-    data = _U64.pack(value) if isinstance(value, int) else value
-    return _FIELD.pack(tag, 0, len(data)) + data
+    return NUMBER.pack(tag, 0, 8, value) if isinstance(value, int) else FIELD.pack(tag, 0, len(value)) + value
 
 
 def encode_fields(fields: Iterable[tuple[Tag, int | bytes]]) -> bytes:
@@ -273,10 +273,10 @@ def decode_fields(data: bytes) -> list[tuple[Tag, bytes]]:
     fields: list[tuple[Tag, bytes]] = []
     at, end = 0, len(data)
     while at < end:
-        if end - at < _FIELD.size:
+        if end - at < FIELD.size:
             raise ProtocolError("a field's header is cut")
-        tag, zero, size = _FIELD.unpack_from(data, at)
-        at += _FIELD.size
+        tag, zero, size = FIELD.unpack_from(data, at)
+        at += FIELD.size
         if tag not in _KNOWN_TAGS:
             raise ProtocolError(f"unknown field tag {tag}")
         if zero:

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from dsec.spec.operations import EndKind, ExecFlag, FileFlag, Kind, OpEnd, OpRequest, Stage
-from dsec.wire.frames import MAX_KEY, ProtocolError, Tag, decode_fields, encode_fields, field_int
+from dsec.wire.frames import FIELD, MAX_KEY, NUMBER, ProtocolError, Tag, decode_fields, encode_fields, field_int
 
 EXIT_LAYOUT = struct.Struct("<BBBBiQQQQQQQ")
 EXIT_TRUNCATED = 1
@@ -44,21 +44,25 @@ _STATE_TAGS = {
 
 
 def encode_request(request: OpRequest) -> bytes:
-    """The fields of a START. Raises ValueError for a request that is too long or whose key is."""
+    """The fields of a START. Raises ValueError for a key that is too long; `split_request` for a long request."""
     if request.key is not None and not 1 <= len(request.key) <= MAX_KEY:
         raise ValueError(f"a key of {len(request.key)} bytes; 1 to {MAX_KEY}")
-    fields: list[tuple[Tag, int | bytes]] = [(Tag.KIND, request.kind)]
-    fields += [(Tag.ARGV, value) for value in request.argv]
-    fields += [(Tag.ENV, value) for value in request.env]
-    for tag, name in (*_TEXT_TAGS.items(), *_INT_TAGS.items()):
-        value = getattr(request, name)
-        if value is not None:
-            fields.append((tag, value))
+    pack, number = FIELD.pack, NUMBER.pack  # every command comes through here
+    parts = [number(Tag.KIND, 0, 8, request.kind)]
+    for tag, values in ((Tag.ARGV, request.argv), (Tag.ENV, request.env)):
+        for value in values:
+            parts += (pack(tag, 0, len(value)), value)
+    for tag, name in _TEXT_TAGS.items():
+        if (text := getattr(request, name)) is not None:
+            parts += (pack(tag, 0, len(text)), text)
+    for tag, name in _INT_TAGS.items():
+        if (integer := getattr(request, name)) is not None:
+            parts.append(number(tag, 0, 8, integer))
     if request.flags:
-        fields.append((Tag.FLAGS, int(request.flags)))
+        parts.append(number(Tag.FLAGS, 0, 8, request.flags))
     if request.file_flags:
-        fields.append((Tag.FILE_FLAGS, int(request.file_flags)))
-    return encode_fields(fields)
+        parts.append(number(Tag.FILE_FLAGS, 0, 8, request.file_flags))
+    return b"".join(parts)
 
 
 def decode_request(payload: bytes) -> OpRequest:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from msgspec import Struct
 
@@ -42,7 +42,7 @@ _TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Of the channel (NEW to BROKEN) and of an operation (STARTING to ENDED)."""
 
     NEW = auto()
@@ -77,6 +77,10 @@ TABLE: dict[tuple[Phase, FrameType], Phase] = {
 }
 """What may come when. Everything else is a `ProtocolError`."""
 
+_STDERR, _STDIN = (
+    int(Flag.STDERR),
+    int(ExecFlag.STDIN),
+)  # arithmetic on IntFlag is slow, and this is done for every command
 _OP_FRAMES = frozenset(kind for phase, kind in TABLE if phase in (Phase.STARTING, Phase.RUNNING, Phase.ENDED))
 
 
@@ -218,7 +222,7 @@ class Session:
         op = self._next
         frames = list(split_request(FrameType.START, op, messages.encode_request(request)))
         self._next += 1
-        takes_stdin = request.kind is Kind.WRITE or bool(request.flags & ExecFlag.STDIN)
+        takes_stdin = request.kind is Kind.WRITE or bool(int(request.flags) & _STDIN)
         self._ops[op] = _Op(Phase.STARTING, takes_stdin)
         return op, frames
 
@@ -386,7 +390,7 @@ class Session:
 
     def _out(self, frame: Frame, op: _Op) -> Event | None:
         offset = _U64.unpack_from(frame.payload)[0]
-        stderr = bool(frame.flags & Flag.STDERR)
+        stderr = bool(frame.flags & _STDERR)
         have = op.ends[stderr]
         end = offset + len(frame.payload) - 8
         if offset > have:
