@@ -21,25 +21,18 @@ def infos(draw: st.DrawFn) -> FileInfo:
     name = draw(NAMES)
     kinds: list[Any] = ["file", "directory", "symlink", "fifo", "socket", "char", "block"]
     kind = draw(st.sampled_from(kinds))
-    return next(
-        iter(
-            EntryDecoder().feed(
-                encode_entry(
-                    FileInfo(
-                        name=name,
-                        type=kind,
-                        size=draw(st.integers(0, (1 << 63) - 1)),
-                        mode=draw(st.integers(0, 0o7777)),
-                        uid=draw(st.integers(0, (1 << 32) - 1)),
-                        gid=draw(st.integers(0, (1 << 32) - 1)),
-                        nlink=draw(st.integers(0, (1 << 32) - 1)),
-                        mtime=draw(st.integers(-(10**9), 10**10)),
-                        target=draw(NAMES) if kind == "symlink" else None,
-                    )
-                )
-            )
-        )
+    info = FileInfo(
+        name=name,
+        type=kind,
+        size=draw(st.integers(0, (1 << 63) - 1)),
+        mode=draw(st.integers(0, 0o7777)),
+        uid=draw(st.integers(0, (1 << 32) - 1)),
+        gid=draw(st.integers(0, (1 << 32) - 1)),
+        nlink=draw(st.integers(0, (1 << 32) - 1)),
+        mtime=draw(st.integers(-(10**9), 9 * 10**9)),
+        target=draw(NAMES) if kind == "symlink" else None,
     )
+    return EntryDecoder().feed(encode_entry(info))[0]
 
 
 @given(st.lists(infos(), max_size=5), st.lists(st.integers(0, 500), max_size=10))
