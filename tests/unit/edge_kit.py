@@ -1,4 +1,5 @@
-"""What the tests of the edge share: an edge over the fake backend (the real channel and guest protocol), with plenty of room."""
+"""What the tests of the edge share: an edge over the fake backend (the real channel and guest protocol), with plenty
+of room."""
 
 from __future__ import annotations
 
@@ -85,5 +86,5 @@ async def finish(execution: RunningCommand, stdout_from: int = 0) -> tuple[bytes
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that is about to happen; the test's own timeout is the bound."""
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  what it looks at belongs to others
             await asyncio.sleep(0.002)

@@ -222,10 +222,8 @@ class Commands:
 
     async def explain(self, sandbox: Sandbox, error: OutcomeUnknown) -> DsecError:
         """Why the guest is gone: the channel breaks a moment before the sandbox's end is known."""
-        deadline = self._clock.monotonic() + 2 * self._config.lost_grace_s
-        while sandbox.state is State.RUNNING and self._clock.monotonic() < deadline:
-            await self._clock.sleep(0.01)
-        return error if sandbox.state is State.RUNNING else ended_error(sandbox.record)
+        ending = await self._lives.until_ending(sandbox, 2 * self._config.lost_grace_s)
+        return ended_error(sandbox.record) if ending else error
 
     # --- inside ---
 

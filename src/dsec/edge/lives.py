@@ -68,6 +68,7 @@ class Lives:
         self._to_end: deque[Sandbox] = deque()
         self._ending_now = 0
         self._empty = asyncio.Event()
+        self._calm = asyncio.Event()
 
     @property
     def stuck(self) -> int:
@@ -124,6 +125,7 @@ class Lives:
             failure = _bug(f"the backend {sandbox.record.backend!r} failed", error)
         finally:
             self.gate.started()
+            self._note_calm()
         if failure is not None:
             self._failed(sandbox, failure)
 
@@ -174,6 +176,8 @@ class Lives:
         before = sandbox.state
         sandbox.record = replace(sandbox.record, state=next_state(before, event), cause=cause, message=message)
         self._settle_ready(sandbox, ended_error(sandbox.record))
+        if sandbox.ending is not None:
+            sandbox.ending.set()
         if before is State.QUEUED:
             self.gate.leave_queue(sandbox)
             self.timers.set(("queue", sandbox.id), None)
@@ -226,6 +230,7 @@ class Lives:
         finally:
             self._ending_now -= 1
             self._pump_ends()
+            self._note_calm()
 
     def _still_there(self, sandbox: Sandbox, error: DsecError) -> None:
         delay_s = min(_MAX_RETRY_S, _RETRY_S * 2**sandbox.removal_failures)
@@ -247,6 +252,14 @@ class Lives:
             sandbox.ended = asyncio.get_running_loop().create_future()
             quiet(sandbox.ended)
         return sandbox.ended
+
+    async def until_ending(self, sandbox: Sandbox, timeout_s: float) -> bool:
+        """Wait until its end is decided; False where that doesn't happen within `timeout_s`."""
+        if sandbox.state is not State.RUNNING:
+            return True
+        if sandbox.ending is None:
+            sandbox.ending = asyncio.Event()
+        return await _wait(sandbox.ending, timeout_s)
 
     def _settle_ready(self, sandbox: Sandbox, failure: DsecError) -> None:
         ready, sandbox.ready, sandbox.token = sandbox.ready, None, None
@@ -453,9 +466,13 @@ class Lives:
             if self.gate.leave_queue(sandbox):
                 self._settle_ready(sandbox, Unavailable("the server is stopping", remedy="Try again when it is back."))
                 self._forget(sandbox)
-        deadline = self._clock.monotonic() + timeout_s
-        while self._unsettled() and self._clock.monotonic() < deadline:
-            await self._clock.sleep(0.01)
+        if self._unsettled():
+            self._calm.clear()
+            await _wait(self._calm, timeout_s)
+
+    def _note_calm(self) -> None:
+        if not self._unsettled():
+            self._calm.set()
 
     def _unsettled(self) -> bool:
         return self.gate.starting > 0 or self._ending_now > 0
@@ -463,12 +480,16 @@ class Lives:
     async def _until_empty(self, timeout_s: float) -> bool:
         if not self.sandboxes:
             return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _wait(self._empty, timeout_s)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _bug(what: str, error: BaseException) -> DsecError:

@@ -26,6 +26,7 @@ class Sandbox:
         "commands",
         "due",
         "ended",
+        "ending",
         "gone",
         "instance",
         "lost",
@@ -47,6 +48,8 @@ class Sandbox:
         """Resolves when it runs; None once that is decided."""
         self.ended: asyncio.Future[SandboxInfo] | None = None
         """Resolves when nothing of it is left; made by who waits first."""
+        self.ending: asyncio.Event | None = None
+        """Set when its end is decided; made by who waits first."""
         self.gone: asyncio.Future[InstanceEnd] | None = None
         self.lost: asyncio.Future[str] | None = None
         self.token: str | None = None
