@@ -110,9 +110,9 @@ def test_every_error_code_has_its_page() -> None:
 def test_the_table_of_defaults_is_true() -> None:
     text = (ROOT / "docs" / "SPECIFICATION.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
-    real = {
-        field.name: msgspec.json.encode(field.default if field.default is not msgspec.NODEFAULT else {}).decode()
-        for field in msgspec.structs.fields(SandboxSpec)
-        if not field.required
-    }
+    real = {}
+    for field in msgspec.structs.fields(SandboxSpec):
+        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory
+        if not field.required:
+            real[field.name] = msgspec.json.encode(default() if callable(default) else default).decode()
     assert table == real
