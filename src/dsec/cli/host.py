@@ -1,0 +1,115 @@
+"""Verbs about this host: `serve`, `doctor`, `bench`, `host undo`, `version`.
+
+What they need of the server is imported when they run, so that the client alone has them too and they say what is
+missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from dsec.cli.output import json_option, wants_json, write_json, write_table
+from dsec.errors import Unsupported
+
+
+@click.command("serve")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="Port; 0: any free one.")
+@click.option("--state", type=click.Path(path_type=Path), envvar="DSEC_STATE", help="State directory (DSEC_STATE).")
+def serve(host: str, port: int, state: Path | None) -> int | None:
+    """Run a one-node server in the foreground; Ctrl-C stops it, sandboxes go on.
+
+    It writes client.json (its URL and an API key, mode 0600) into its state directory: there the client and this
+    command find it.
+    """
+    try:
+        from dsec import app
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return app.serve(host=host, port=port, state=state)
+
+
+@click.command("doctor")
+@json_option
+def doctor(as_json: bool) -> int:
+    """Say which features of this host the server can use, and what to do about the others. Exit code 3: a needed one
+    is missing."""
+    try:
+        from dsec.kernel import host
+    except ImportError as error:
+        raise _needs_server(error) from error
+    probes = host.probe()
+    if wants_json(as_json):
+        write_json([msgspec.to_builtins(each) for each in probes])
+    else:
+        write_table(["", "feature", "remedy"], [("ok" if each.ok else "--", each.name, each.remedy) for each in probes])
+    return 0
+
+
+@click.group("bench")
+def bench() -> None:
+    """Measure this machine."""
+
+
+@bench.command("create", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_create(arguments: tuple[str, ...]) -> Any:
+    """Create, run `true`, destroy: against crun, runc, bubblewrap and the bare zygote."""
+    try:
+        from dsec.bench import create
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return create.main(list(arguments))
+
+
+@bench.command("exec", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_exec(arguments: tuple[str, ...]) -> Any:
+    """Commands in sandboxes that run: latency and rate."""
+    try:
+        from dsec.bench import exec as bench_of_exec
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return bench_of_exec.main(list(arguments))
+
+
+@click.group("host")
+def host_group() -> None:
+    """What dsec changes on this host."""
+
+
+@host_group.command("undo")
+@click.option("--state", type=click.Path(path_type=Path), envvar="DSEC_STATE", help="State directory (DSEC_STATE).")
+def undo(state: Path | None) -> Any:
+    """Take back what dsec changed on this host: mounts, cgroups, settings, packages that it installed."""
+    try:
+        from dsec import app
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return app.undo_host(state=state)
+
+
+@click.command("version")
+@json_option
+def version(as_json: bool) -> None:
+    """The version of this client."""
+    found = importlib.metadata.version("dsec")
+    if as_json:
+        write_json({"dsec": found, "python": sys.version.split()[0]})
+    else:
+        click.echo(found)
+
+
+def _needs_server(error: ImportError) -> Unsupported:
+    return Unsupported(
+        f"this needs the server part of dsec: {error}", remedy='install it with `pip install "dsec[server]"`, on Linux'
+    )
+
+
+COMMANDS: tuple[click.Command, ...] = (serve, doctor, bench, host_group, version)

@@ -1,0 +1,50 @@
+"""Entry point of `dsec`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from dsec.cli import commands, host, sandboxes
+from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
+from dsec.errors import DsecError
+
+
+@click.group(
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+def cli() -> None:
+    """Sandboxes for training and evaluating AI agents.
+
+    The server is found by DSEC_URL and DSEC_API_KEY, or else by the client.json that `dsec serve` writes.
+    """
+
+
+for _command in (*sandboxes.COMMANDS, *commands.COMMANDS, *host.COMMANDS):
+    cli.add_command(_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and end the process."""
+    try:
+        code = cli.main(args=arguments, prog_name="dsec", standalone_mode=False)
+    except DsecError as error:
+        complain(error)
+        code = exit_code(error)
+    except click.exceptions.Abort:
+        code = EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except BrokenPipeError:
+        sys.stdout = sys.stderr  # nothing more for the pipe that is gone
+        code = EXIT_PIPE
+    leave(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

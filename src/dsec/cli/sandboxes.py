@@ -1,0 +1,181 @@
+"""Verbs about sandboxes, environments and keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import click
+
+from dsec import AsyncClient, SandboxInfo
+from dsec.cli.output import age, complain, json_option, readable, wants_json, write_json, write_table
+from dsec.errors import DsecError, InvalidRequest
+
+
+@click.command("ls")
+@click.option("--all", "everything", is_flag=True, help="Ended ones too.")
+@click.option("--run", help="Of one run.")
+@click.option("--label", "labels", multiple=True, metavar="K=V", help="With this label; all must match.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many.")
+@json_option
+def list_sandboxes(
+    everything: bool, run: str | None, labels: tuple[str, ...], limit: int | None, as_json: bool
+) -> None:
+    """List sandboxes."""
+    states = ["queued", "starting", "running", "ending", "ended"] if everything else []
+
+    async def work() -> list[SandboxInfo]:
+        async with AsyncClient() as client:
+            return await client.list(states=states, run=run, labels=pairs(labels), limit=limit)
+
+    infos = asyncio.run(work())
+    if wants_json(as_json):
+        write_json(infos)
+        return
+    now = time.time()
+    write_table(
+        ["id", "state", "environment", "run", "name", "age", "cpus", "memory", "cause"],
+        [
+            (
+                info.id,
+                info.state,
+                info.spec.environment,
+                info.spec.run,
+                info.spec.name,
+                age(now - info.created_at),
+                f"{info.spec.cpus:g}",
+                readable(info.spec.memory_bytes),
+                info.cause,
+            )
+            for info in infos
+        ],
+        empty="no sandboxes",
+    )
+
+
+@click.command("kill")
+@click.argument("ids", nargs=-1)
+@click.option("--run", help="All of a run.")
+@click.option("--all", "everything", is_flag=True, help="All of the project.")
+@json_option
+@click.pass_context
+def kill(context: click.Context, ids: tuple[str, ...], run: str | None, everything: bool, as_json: bool) -> int:
+    """End sandboxes, named by their ids or by --run."""
+    if bool(ids) + bool(run) + everything != 1:
+        raise click.UsageError("name sandboxes by their ids, or use one of --run and --all", context)
+
+    async def work() -> tuple[list[str], dict[str, DsecError]]:
+        async with AsyncClient() as client:
+            named = list(ids) or [info.id for info in await client.list(run=run)]
+            return named, await client.kill_many(named)
+
+    named, errors = asyncio.run(work())
+    if wants_json(as_json):
+        write_json([{"id": each, "error": errors[each].body() if each in errors else None} for each in named])
+    else:
+        for each in named:
+            if each not in errors:
+                click.echo(each)
+    for error in errors.values():
+        complain(error)
+    return 2 if errors else 0
+
+
+@click.group("env")
+def environment() -> None:
+    """Environments that sandboxes can be made of."""
+
+
+@environment.command("ls")
+@json_option
+def list_environments(as_json: bool) -> None:
+    """List environments."""
+
+    async def work() -> dict[str, list[str]]:
+        async with AsyncClient() as client:
+            return await client.environments()
+
+    found = asyncio.run(work())
+    if wants_json(as_json):
+        write_json([{"name": name, "layers": layers} for name, layers in found.items()])
+    else:
+        rows = [(name, "  ".join(layer[:12] for layer in layers)) for name, layers in found.items()]
+        write_table(["name", "layers, top first"], rows, empty="no environments")
+
+
+@click.group("key")
+def key() -> None:
+    """API keys of the project."""
+
+
+@key.command("create")
+@click.argument("label", default="")
+@json_option
+def create_key(label: str, as_json: bool) -> None:
+    """Make a key. It is shown this once."""
+
+    async def work() -> str:
+        async with AsyncClient() as client:
+            return await client.create_key(label)
+
+    made = asyncio.run(work())
+    if as_json:
+        write_json({"key": made, "label": label})
+    else:
+        click.echo(made)
+
+
+@key.command("revoke")
+@click.argument("key_id")
+def revoke_key(key_id: str) -> None:
+    """Revoke a key by its id (see `dsec key ls`)."""
+
+    async def work() -> None:
+        async with AsyncClient() as client:
+            await client.revoke_key(key_id)
+
+    asyncio.run(work())
+
+
+@key.command("ls")
+@json_option
+def list_keys(as_json: bool) -> None:
+    """List keys; the keys themselves are not kept."""
+
+    async def work() -> list[dict[str, Any]]:
+        async with AsyncClient() as client:
+            return await client.list_keys()
+
+    keys = asyncio.run(work())
+    if wants_json(as_json):
+        write_json(keys)
+        return
+    now = time.time()
+    write_table(
+        ["id", "label", "age", "state"],
+        [
+            (
+                each["id"],
+                each.get("label", ""),
+                age(now - each["created_at"]),
+                "revoked" if "revoked_at" in each else "",
+            )
+            for each in keys
+        ],
+        empty="no keys",
+    )
+
+
+def pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    """`K=V` arguments. Raises `InvalidRequest`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise InvalidRequest(f"{text!r} is not of the form K=V")
+        found[name] = value
+    return found
+
+
+COMMANDS: tuple[click.Command, ...] = (list_sandboxes, kill, environment, key)
