@@ -11,7 +11,8 @@
  *
  * On a SOCK_SEQPACKET one packet is exactly one frame; on a byte stream (a VM's port) frames follow each other.
  * An unknown type, a nonzero `zero`, a short payload or an unknown flag is a protocol error: the receiver closes the channel
- * (the guest then waits on its control socket for a fresh one; operations go on).
+ * (the guest then waits on its control socket for a fresh one; operations go on). Before that the guest says why, if there is room:
+ * REFUSED for operation 0.
  *
  * FIELDS. Requests (START, SPAWN) and OPSTATE carry a list of fields: u16 tag, u16 zero, u32 length, bytes. Integers in
  * fields are u64. Repeated tags make lists, in order. Unknown tags are refused (EPROTO): both sides ship together, the
@@ -23,8 +24,9 @@
  * the guest reports). START with a number that the guest knows is answered with OPSTATE and not run again; one at or below the
  * highest that it doesn't know (released) with REFUSED ESTALE. The guest keeps an operation, the output that was not acknowledged,
  * and its result, until RELEASE. A REFUSED for a START means that the guest doesn't know the operation; a malformed request is
- * refused (EPROTO, EINVAL, E2BIG), what fails later is an EXIT with END_START_FAILED. Frames for an operation that the guest
- * doesn't know: ACK and RELEASE are ignored, STDIN and SIGNAL get REFUSED ESRCH; so does SIGNAL for one that ended.
+ * refused (EPROTO, EINVAL, E2BIG), so is a KEY that another operation has (EEXIST); what fails later is an EXIT with
+ * END_START_FAILED. Frames for an operation that the guest doesn't know: ACK and RELEASE are ignored, STDIN and SIGNAL get REFUSED
+ * ESRCH; so does SIGNAL for one that ended.
  *
  * FLOW CONTROL. For each operation the guest holds at most DSEC_WINDOW bytes of output that were not acknowledged,
  * both streams together; then it stops reading the pipes. ACK carries absolute offsets. Towards the guest, the edge has at most

@@ -226,7 +226,10 @@ void ops_read_some(void) {
     }
 }
 
-bool op_has_output(const struct op *op) { return op->out.sent < op->out.ring.end || op->err.sent < op->err.ring.end; }
+/* Never before STARTED has been said, though a pipe may be seen before the report is. */
+bool op_has_output(const struct op *op) {
+    return op->started && (op->out.sent < op->out.ring.end || op->err.sent < op->err.ring.end);
+}
 
 int op_ack(struct op *op, uint64_t out, uint64_t err) {
     if (out > op->out.ring.end || err > op->err.ring.end) return -EPROTO;
@@ -420,6 +423,16 @@ void ops_after_reaping(void) {
     }
 }
 
+static bool key_in_use(const struct request *request) {
+    for (size_t i = 0; i < BUCKETS; i++) {
+        for (const struct op *op = by_id[i]; op; op = op->next_by_id) {
+            if (op->released || op->key_size != request->key_size) continue;
+            if (memcmp(op->key, request->key, op->key_size) == 0) return true;
+        }
+    }
+    return false;
+}
+
 void op_start(uint64_t id, uint8_t *data, size_t size) {
     struct request request;
     const char *why;
@@ -428,6 +441,10 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
     if (!error && guest.op_count >= DSEC_MAX_OPS) {
         error = -EAGAIN;
         why = "too many operations are live or unreleased";
+    }
+    if (!error && request.key_size && key_in_use(&request)) {
+        error = -EEXIST;
+        why = "an operation with this key exists";
     }
     if (!error && !(op = calloc(1, sizeof *op + request.key_size))) {
         error = -ENOMEM;
@@ -485,6 +502,7 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
 
 void op_signal(struct op *op, uint64_t id, uint32_t signal, uint32_t scope) {
     int error = 0;
+    if (op && !op->started && op->state != OP_ENDED && op->reaped) return; /* it is about to say that it failed */
     if (signal < 1 || signal > 64 || scope > 2 || (scope == 2 && signal != SIGKILL)) {
         channel_refuse(id, -EINVAL, "no such signal or scope");
         return;

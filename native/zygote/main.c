@@ -59,9 +59,8 @@ static void must(const char *what, long result) {
     }
 }
 
-/* The guest as a sealed copy: nobody can replace or write what every sandbox executes. It may be executed by all and read by none, so
- * the kernel keeps a process that runs it undumpable and out of reach of any tracer inside (its memory belongs to the host's user
- * namespace). */
+/* The guest as a sealed copy: nobody can replace or write what every sandbox executes. (Unreadable, mode 0111, would make the kernel keep its
+ * memory out of reach by itself, but then its children couldn't raise their OOM score above its own; PR_SET_DUMPABLE does as well.) */
 static void keep_guest(const char *path) {
     struct stat st;
     int from = open(path, O_RDONLY | O_CLOEXEC);
@@ -76,7 +75,7 @@ static void keep_guest(const char *path) {
         must("copying the guest program", n > 0 ? n : -1);
         left -= n;
     }
-    must("fchmod", fchmod(to, 0111));
+    must("fchmod", fchmod(to, 0555));
     must("sealing the guest program", fcntl(to, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE));
     close(from);
     if (to != FD_GUEST) {

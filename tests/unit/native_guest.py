@@ -7,14 +7,18 @@ nothing behind.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import fcntl
+import functools
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,13 +39,27 @@ SANITIZER_ENV = {
 }
 
 
-def build(out: Path, *targets: str, sanitize: bool = False) -> Path:
-    """Compiles into `out`. Raises CalledProcessError with what the compiler said."""
-    command = ["make", "-s", "-C", str(NATIVE), f"OUT={out}", *targets, *(["SAN=1"] if sanitize else [])]
-    out.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+VARIANTS = ("static", "sanitized")
+
+
+@functools.cache
+def _out() -> Path:
+    out = Path(tempfile.mkdtemp(prefix="dsec-native-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
     return out
+
+
+@functools.cache
+def built(variant: str, name: str = "guest") -> Path:
+    """The path of a program, compiled once a test run, with the sanitizers or as it ships."""
+    out = _out() / variant
+    san = ["SAN=1"] if variant == "sanitized" else []
+    done = subprocess.run(
+        ["make", "-s", "-C", str(NATIVE), f"OUT={out}", *san, str(out / name)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / name
 
 
 @dataclass
