@@ -30,6 +30,11 @@ _SIGKILL = 9
 _SIGNAL_MAX = 64
 
 
+def again(error: DsecError) -> DsecError:
+    """The same error to raise once more: one object raised in many places would collect all their tracebacks."""
+    return type(error)(error.message, remedy=error.remedy, **error.details)
+
+
 class Link(Protocol):
     """What an operation needs of its channel."""
 
@@ -152,22 +157,26 @@ class GuestOperation:
                     if self._spool is None:
                         self._acknowledge_taken(_ACK_BYTES)
                 elif self._end is not None:
+                    self._leave(reader)  # before the end is seen: many callers never come back after it
                     yield self._end
                     return
                 else:
                     await self._change()
         finally:
-            self._readers.discard(reader)
-            if not self._readers:
-                if self._end is not None or self._error is not None:
-                    self.rest()
-                else:
-                    self.settle()
+            self._leave(reader)
+
+    def _leave(self, reader: _Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            if self._end is not None or self._error is not None:
+                self.rest()
+            else:
+                self.settle()
 
     def _take(self, reader: _Reader) -> Chunk | None:
         """The next piece for a reader; the streams take turns where both have something."""
         if self._released and self._error is not None:
-            raise self._error
+            raise again(self._error)
         for stream in (reader.turn, 1 - reader.turn):
             at, have = reader.at[stream], self._streams[stream]
             if at >= have.end:
@@ -198,7 +207,7 @@ class GuestOperation:
     async def _change(self) -> None:
         """Wait until something happens to the operation. Raises what went wrong with it."""
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -285,7 +294,7 @@ class GuestOperation:
             session = self._link.session
             while view and self._end is None:
                 if self._error is not None:
-                    raise self._error
+                    raise again(self._error)
                 room = session.stdin_room(self._op)
                 if room is None:
                     break
@@ -300,6 +309,7 @@ class GuestOperation:
 
     async def close_stdin(self) -> None:
         async with self._turn():
+            await self._link.drained()
             if self._error is None and self._link.session.stdin_room(self._op) is not None:
                 self._link.send(self._link.session.stdin(self._op, b"", eof=True))
 
@@ -312,7 +322,8 @@ class GuestOperation:
         if not 1 <= signal <= _SIGNAL_MAX or scope not in (0, 1, 2) or (scope == 2 and signal != _SIGKILL):
             raise InvalidRequest(f"no signal {signal} with scope {scope}", remedy="Scope 2 (everything) takes 9 only.")
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
+        await self._link.drained()
         self._link.send(self._link.session.signal(self._op, signal, scope))
 
     async def release(self) -> None:

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dsec.channel.operation import GuestOperation
+from dsec.channel.operation import GuestOperation, again
 from dsec.channel.spool import Spool
 from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
 from dsec.ports import Clock
@@ -120,7 +120,7 @@ class SocketChannel:
         if request.key is not None and (known := self._by_key.get(request.key)):
             return known
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         if self.session.live >= MAX_OPS and not self._drop_oldest(unread=True):
             raise QuotaExceeded(
                 f"{MAX_OPS} commands are live in this sandbox", remedy="Wait for some of them, or release ended ones."
@@ -146,8 +146,9 @@ class SocketChannel:
 
     async def ping(self) -> float:
         """As in `ports.GuestChannel`. Raises `OutcomeUnknown` where the guest is gone."""
+        await self.drained()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         token, frame = self.session.ping()
         answer: asyncio.Future[float] = self._loop.create_future()
         self._pings[token] = (self._clock.monotonic(), answer)
@@ -406,9 +407,9 @@ class SocketChannel:
             operation.rest()
         for _, answer in self._pings.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(again(error))
         if not self._live.done():
-            self._live.set_exception(error)
+            self._live.set_exception(again(error))
             self._live.exception()  # `open` may have been cancelled: then nobody else looks
         self._wake_senders()
         return True

@@ -1,11 +1,10 @@
-"""Clocks: one that tests own, and the machine's."""
+"""A clock that tests own. (The machine's is `dsec.edge.config.SystemClock`.)"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import itertools
-import time
 
 
 class FakeClock:
@@ -49,16 +48,3 @@ class FakeClock:
         """Let everything that is ready to run do so."""
         for _ in range(rounds):
             await asyncio.sleep(0)
-
-
-class SystemClock:
-    """`ports.Clock` of the machine."""
-
-    def now(self) -> float:
-        return time.time()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)

@@ -356,6 +356,9 @@ class Session:
         if op is None:
             if self._first <= frame.op < self._next or frame.op in self._synced_ops:
                 return None  # released while this was under way
+            if frame.type is FrameType.REFUSED and frame.op == 0:  # the last word of a guest that hangs up on us
+                why = frame.payload[8 : 8 + MAX_MESSAGE].decode("utf-8", "replace")
+                raise ProtocolError(f"the guest hung up: {why}")
             raise ProtocolError(f"{frame.type.name} for operation {frame.op}, which never was")
         after = TABLE.get((op.phase, frame.type))
         if after is None:
