@@ -105,6 +105,16 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def named(name: str) -> list[int]:
+    """All processes whose command has this name."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (entry / "comm").read_text().strip() == name:
+                found.append(int(entry.name))
+    return found
+
+
 def _status(pid: int, field: str) -> int:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
