@@ -84,7 +84,7 @@ class Api:
         elif raw != "/healthz":
             raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
         scope[control.EXCHANGE] = x
-        await self._control(scope, x.receive, _stamped(x))  # type: ignore[arg-type]
+        await self._control(scope, x.next_message, _stamped(x))  # type: ignore[arg-type]
 
     async def _sandbox(self, sandbox_id: str, rest: str, x: Exchange) -> bool:
         """Calls on one sandbox; False: not a hot one."""
@@ -166,6 +166,8 @@ def _stamped(x: Exchange) -> Send:
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
+            if message["status"] >= 400:
+                await x.drain()
             x.began = True
             message["headers"] = [*message["headers"], (b"x-request-id", x.request_id)]
         await x.send(message)

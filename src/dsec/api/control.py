@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from litestar import Litestar, Request, Response, delete, get, post
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException, ValidationException
 from litestar.openapi import OpenAPIConfig
-from litestar.params import Parameter
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.types import Scope
 from msgspec import Struct
 
@@ -24,7 +24,9 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, Seconds, State
 
 EXCHANGE = "dsec.exchange"
-DeadlineS = Annotated[float | None, Parameter(gt=0, le=86400, description="wait so long for capacity and creation")]
+DeadlineS = Annotated[
+    float | None, QueryParameter(gt=0, le=86400, description="wait so long for capacity and creation")
+]
 
 
 class EnvironmentInfo(Struct, frozen=True):
@@ -78,7 +80,7 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
 
     @post("/v1/sandboxes", status_code=201, summary="Create a sandbox, or return the one of this name or key")
     async def create(
-        data: SandboxSpec, scope: Scope, deadline_s: DeadlineS = None, key: str | None = None
+        data: JSONBody[SandboxSpec], scope: Scope, deadline_s: DeadlineS = None, key: FromQuery[str | None] = None
     ) -> Response[SandboxInfo]:
         created = await edge.create(data, project=exchange(scope).project(), deadline_s=deadline_s, key=key)
         return Response(created.sandbox, status_code=200 if created.existed else 201)
@@ -86,11 +88,11 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
     @get("/v1/sandboxes", summary="List the project's sandboxes")
     async def list_sandboxes(  # noqa: PLR0917 (Litestar passes by name)
         scope: Scope,
-        sandbox_state: Annotated[list[State] | None, Parameter(query="state")] = None,
-        run: str | None = None,
-        label: Annotated[list[str] | None, Parameter(description="k=v; all must match")] = None,
-        limit: Annotated[int, Parameter(ge=1, le=1000)] = 100,
-        after: str | None = None,
+        sandbox_state: Annotated[list[State] | None, QueryParameter(name="state")] = None,
+        run: FromQuery[str | None] = None,
+        label: Annotated[list[str] | None, QueryParameter(description="k=v; all must match")] = None,
+        limit: Annotated[int, QueryParameter(ge=1, le=1000)] = 100,
+        after: FromQuery[str | None] = None,
     ) -> Page:
         labels = dict(pair(text) for text in label or [])
         return await edge.list_sandboxes(
@@ -98,23 +100,23 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
         )
 
     @get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a day after its end")
-    async def inspect(sandbox_id: str) -> SandboxInfo:
+    async def inspect(sandbox_id: FromPath[str]) -> SandboxInfo:
         return edge.get(sandbox_id)
 
     @delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox; again: the same answer")
-    async def end(scope: Scope, sandbox_id: str, cause: Cause = Cause.DELETED) -> SandboxInfo:
+    async def end(scope: Scope, sandbox_id: FromPath[str], cause: FromQuery[Cause] = Cause.DELETED) -> SandboxInfo:
         principal = exchange(scope).principal
         if cause is not Cause.DELETED and (principal is None or principal.sandbox_id is not None):
             raise PermissionDenied("a sandbox token ends its sandbox with the cause `deleted` only")
         return await edge.delete(sandbox_id, cause)
 
     @post("/v1/sandboxes/{sandbox_id:str}/renew", status_code=200, summary="Let a sandbox live so long from now")
-    async def renew(scope: Scope, sandbox_id: str, data: RenewRequest) -> SandboxInfo:
+    async def renew(scope: Scope, sandbox_id: FromPath[str], data: JSONBody[RenewRequest]) -> SandboxInfo:
         exchange(scope).project()
         return await edge.renew(sandbox_id, data.ttl_s)
 
     @get("/v1/sandboxes/{sandbox_id:str}/usage", summary="A running sandbox's counters")
-    async def usage(sandbox_id: str) -> Usage:
+    async def usage(sandbox_id: FromPath[str]) -> Usage:
         return edge.usage(sandbox_id)
 
     @get("/v1/environments", summary="Environments that sandboxes can be made of")
@@ -130,12 +132,12 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
         return Keys(edge.list_keys(exchange(scope).project()))
 
     @post("/v1/keys", status_code=201, summary="A further API key of the project")
-    async def create_key(scope: Scope, data: KeyRequest) -> NewKey:
+    async def create_key(scope: Scope, data: JSONBody[KeyRequest]) -> NewKey:
         project = exchange(scope).project()
         return NewKey(project, await edge.create_key(project, data.label))
 
     @delete("/v1/keys/{key_id:str}", status_code=204, summary="Revoke an API key")
-    async def revoke_key(scope: Scope, key_id: str) -> None:
+    async def revoke_key(scope: Scope, key_id: FromPath[str]) -> None:
         if all(key.id != key_id for key in edge.list_keys(exchange(scope).project())):
             raise NotFound(f"the project has no key {key_id!r}", remedy="GET /v1/keys lists them")
         await edge.revoke_key(key_id)

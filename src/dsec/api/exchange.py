@@ -8,6 +8,7 @@ whole; every answer carries `x-request-id`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -31,6 +32,10 @@ MAX_BATCH_BYTES = 64 << 20
 BODY_IDLE_S = 60.0
 """How long a body may stand still before the request is given up."""
 RETRY_AFTER_S = 1
+DRAIN_BYTES = 16 << 20
+DRAIN_S = 2.0
+"""A refused request's body is read so far before the answer, because closing on unread bytes would take the answer
+along."""
 ABORT_EXTENSION = "dsec.abort"
 
 _JSON = b"application/json"
@@ -47,6 +52,8 @@ class Exchange:
     """A request that has come, and the answer on its way."""
 
     __slots__ = (
+        "_expects",
+        "_more",
         "_query",
         "authorization",
         "began",
@@ -70,6 +77,8 @@ class Exchange:
         self.content_length: int | None = None
         self.release = b""
         self.began = False
+        self._more = True
+        self._expects = False
         request_id = b""
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -82,6 +91,8 @@ class Exchange:
                 request_id = value[:128]
             elif name == b"x-dsec-release":
                 self.release = value
+            elif name == b"expect":
+                self._expects = True
         self.request_id = request_id or f"{_REQUEST_ID_BASE}{next(_request_numbers):x}".encode()
         self._query: dict[str, list[bytes]] | None = None
 
@@ -179,12 +190,28 @@ class Exchange:
     async def _next(self) -> Message:
         try:
             async with asyncio.timeout(BODY_IDLE_S):
-                message = await self.receive()
+                message = await self.next_message()
         except TimeoutError:
             raise InvalidRequest(f"the body stood still for {BODY_IDLE_S:g} s", remedy="send it again") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         return message
+
+    async def next_message(self) -> Message:
+        """`receive` that knows whether the body is at its end."""
+        message = await self.receive()
+        self._more = message.get("more_body", False)
+        return message
+
+    async def drain(self) -> None:
+        """Read what is left of the body of a request that is refused, within bounds."""
+        left = DRAIN_BYTES
+        if self._expects or not self._more:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while self._more and left > 0:
+                    left -= len((await self.next_message()).get("body", b""))
 
     def decode(self, decoder: msgspec.json.Decoder[T], data: bytes) -> T:
         """A JSON body. Raises `InvalidRequest` with msgspec's message, which names the field."""
@@ -233,6 +260,7 @@ class Exchange:
         if self.began:
             await self.cut()
             return
+        await self.drain()
         extra: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if type(error) is Unavailable else []
         if error.http_status == 401:
             extra.append((b"www-authenticate", b"Bearer"))

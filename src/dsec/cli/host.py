@@ -99,7 +99,10 @@ def undo(state: Path | None) -> Any:
 @json_option
 def version(as_json: bool) -> None:
     """The version of this client."""
-    found = importlib.metadata.version("dsec")
+    try:
+        found = importlib.metadata.version("dsec")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that isn't installed
+        found = "unknown"
     if as_json:
         write_json({"dsec": found, "python": sys.version.split()[0]})
     else:

@@ -62,8 +62,8 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for position, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=position == 0)  # what one copies is whole
     for row in rows:
         table.add_row(*(str(cell) if cell is not None else "" for cell in row))
     console = Console(highlight=False)

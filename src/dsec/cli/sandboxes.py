@@ -158,7 +158,7 @@ def list_keys(as_json: bool) -> None:
             (
                 each["id"],
                 each.get("label", ""),
-                age(now - each["created_at"]),
+                age(now - each.get("created_at", 0.0)),
                 "revoked" if "revoked_at" in each else "",
             )
             for each in keys

@@ -160,8 +160,9 @@ class Transport:
             await retry.wait(failure, at_least_s=again_s)
 
     def _unreachable(self, error: BaseException) -> Unavailable:
+        reason = getattr(error, "strerror", None) or error
         return Unavailable(
-            f"no server answers at {self.endpoint.url}: {error}",
+            f"no server answers at {self.endpoint.url}: {reason}",
             remedy="start one with `dsec serve`, or set DSEC_URL and DSEC_API_KEY",
         )
 

@@ -1,0 +1,183 @@
+"""What the tests of API, SDK and CLI share: a real server on a real socket over a real edge with the fake backend, and a
+proxy that cuts connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edge_kit import Kit
+
+from dsec import AsyncClient
+from dsec.api.app import Api
+from dsec.api.control import EnvironmentInfo
+from dsec.api.serve import ApiServer
+from dsec.edge.node import Edge
+
+T = TypeVar("T")
+
+
+class Served:
+    """A server that runs in the test's event loop."""
+
+    def __init__(self, kit: Kit, edge: Edge, server: ApiServer, key: str) -> None:
+        self.kit = kit
+        self.edge = edge
+        self.server = server
+        self.key = key
+        self.url = server.url
+
+    def client(self, url: str | None = None, **options: Any) -> AsyncClient:
+        return AsyncClient(url or self.url, self.key, **options)
+
+    async def raw(
+        self, method: str, path: str, body: bytes = b"", *, key: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """One request by hand: status, headers, body."""
+        lines = [f"{method} {path} HTTP/1.1", "host: x", "connection: close", f"content-length: {len(body)}"]
+        if key != "":
+            lines.append(f"authorization: Bearer {key or self.key}")
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        return await self.raw_bytes("\r\n".join([*lines, "", ""]).encode() + body)
+
+    async def raw_bytes(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
+        reader, writer = await self.dial()
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        status, *lines = head.decode("latin-1").split("\r\n")
+        fields = dict(line.lower().split(": ", 1) for line in lines)
+        if fields.get("transfer-encoding") == "chunked":
+            rest = unchunked(rest)
+        return int(status.split()[1]), fields, rest
+
+    async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
+
+    async def error(self, method: str, path: str, body: bytes = b"", **options: Any) -> tuple[int, str, str]:
+        """Status, code and message of a request that fails; checks the form that all errors have."""
+        status, headers, answer = await self.raw(method, path, body, **options)
+        fields = json.loads(answer)
+        assert headers["content-type"].startswith("application/json")
+        assert headers["x-request-id"]
+        assert set(fields) <= {"code", "message", "remedy", "retryable", "infra", "details"}
+        return status, fields["code"], fields["message"]
+
+
+def unchunked(data: bytes) -> bytes:
+    """A chunked body, as far as it is whole."""
+    parts = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        if int(size, 16) == 0:
+            break
+        parts.append(data[: int(size, 16)])
+        data = data[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+@asynccontextmanager
+async def served(root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edge) -> AsyncIterator[Served]:
+    """`edge_type`: wraps the edge that the API sees."""
+    kit = Kit(root)
+    async with kit.edge() as edge:
+        key = await edge.create_key("project", "test")
+        environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
+        server = ApiServer(Api(edge_type(edge), environments=lambda: environments), "127.0.0.1", 0, grace_s=0.5)
+        await server.start()
+        try:
+            yield Served(kit, edge, server, key)
+        finally:
+            await server.stop()
+
+
+@contextmanager
+def served_in_thread(root: Path) -> Iterator[tuple[Served, Callable[[Coroutine[Any, Any, T]], T]]]:
+    """The same with an event loop of its own, for sync callers; also gives a way to run something in that loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def call(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+    manager = served(root)
+    try:
+        yield call(manager.__aenter__()), call
+    finally:
+        with contextlib.suppress(StopAsyncIteration):
+            call(manager.__aexit__(None, None, None))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class CutProxy:
+    """Between a client and the server. Cuts a connection after so many bytes of an answer."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.removeprefix("http://").split(":")
+        self._target = (host, int(port))
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.cuts: list[int] = []
+        """Each connection takes the first one off: how many bytes of answers it lets through. Empty: all."""
+        self.connections = 0
+        self.answered = 0
+        """Bytes of answers that went through in all."""
+        self.on_cut: Callable[[], None] = lambda: None
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aenter__(self) -> CutProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        left = self.cuts.pop(0) if self.cuts else None
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, far_writer}
+
+        async def forth() -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    far_writer.write(data)
+                    await far_writer.drain()
+            far_writer.close()
+
+        task = asyncio.create_task(forth())
+        with contextlib.suppress(ConnectionError):
+            while left is None or left > 0:
+                data = await far_reader.read(65536 if left is None else left)
+                if not data:
+                    break
+                if left is not None:
+                    left -= len(data)
+                self.answered += len(data)
+                writer.write(data)
+                await writer.drain()
+        if left == 0:
+            self.on_cut()
+        writer.close()  # what was let through arrives, then the end
+        far_writer.transport.abort()
+        task.cancel()
+        self._writers -= {writer, far_writer}
