@@ -23,7 +23,7 @@ from dsec.edge.lives import Lives
 from dsec.edge.outcome import Asked, status_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
-from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, OutcomeUnknown
+from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, OutcomeUnknown, Unavailable
 from dsec.ports import Clock, Operation, Usage
 from dsec.spec.operations import Chunk, ExecFlag, Kind, OpRequest
 from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec, State, invalid_exec
@@ -92,7 +92,7 @@ class RunningCommand:
     async def started(self) -> int | None:
         try:
             return await self._command.live().started()
-        except OutcomeUnknown as error:
+        except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(self._sandbox, error) from error
 
     def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | ExecStatus, None]:
@@ -101,7 +101,7 @@ class RunningCommand:
     async def write_stdin(self, data: bytes, offset: int | None = None) -> int:
         try:
             return await self._command.live().write(data, offset)
-        except OutcomeUnknown as error:
+        except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(self._sandbox, error) from error
 
     async def close_stdin(self) -> None:
@@ -121,9 +121,7 @@ class Commands:
         """See `EdgeClient.exec`."""
         sandbox.running()
         sandbox.active_at = self._clock.monotonic()
-        why = invalid_exec(spec)
-        if why is not None:
-            raise InvalidRequest(why)
+        _check(spec)
         guest_key = None if spec.key is None else _guest_key(spec)
         table = self._table(sandbox)
         if spec.key is not None and guest_key is not None:
@@ -211,17 +209,19 @@ class Commands:
                 seen = True
                 self._drop(sandbox, command)
                 await command.live().release()
-            yield status
-        except OutcomeUnknown as error:
+        except (OutcomeUnknown, Unavailable) as error:
             raise await self.explain(sandbox, error) from error
         finally:
             command.reads -= 1
             self._lives.unuse(sandbox)
             if command.guest_key is None and not seen and not command.reads:
                 self._abandon(sandbox, command, (at[0], at[1]))
+        yield status  # nothing is left to do: a reader that stops here need not close
 
-    async def explain(self, sandbox: Sandbox, error: OutcomeUnknown) -> DsecError:
+    async def explain(self, sandbox: Sandbox, error: OutcomeUnknown | Unavailable) -> DsecError:
         """Why the guest is gone: the channel breaks a moment before the sandbox's end is known."""
+        if sandbox.state is State.RUNNING and isinstance(error, Unavailable):
+            return error  # this edge closed the channel; the sandbox goes on
         ending = await self._lives.until_ending(sandbox, 2 * self._config.lost_grace_s)
         return ended_error(sandbox.record) if ending else error
 
@@ -253,7 +253,7 @@ class Commands:
             operation = await sandbox.running().channel.start(request)
         except BaseException as error:
             self._drop(sandbox, command)
-            if isinstance(error, OutcomeUnknown):
+            if isinstance(error, OutcomeUnknown | Unavailable):
                 raise await self.explain(sandbox, error) from error
             raise
         command.operation = operation
@@ -342,6 +342,15 @@ class Commands:
                 exit_code=status.exit_code,
                 cause=status.cause.value,
             )
+
+
+def _check(spec: ExecSpec) -> None:
+    try:
+        why = invalid_exec(spec)
+    except UnicodeEncodeError:
+        why = "argv or env hold characters that have no bytes (lone surrogates)"
+    if why is not None:
+        raise InvalidRequest(why)
 
 
 def _hash(key: str) -> bytes:

@@ -358,7 +358,7 @@ class Edge:
         self._lives.use(sandbox)
         try:
             yield channel, sandbox.record.spec.user
-        except OutcomeUnknown as error:
+        except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(sandbox, error) from error
         finally:
             self._lives.unuse(sandbox)
