@@ -43,7 +43,7 @@ static const struct {
 } SYSCTLS[] = {
     {"max_user_namespaces", "0"}, {"max_pid_namespaces", "0"}, {"max_mnt_namespaces", "0"}, {"max_net_namespaces", "0"},
     {"max_ipc_namespaces", "0"}, {"max_uts_namespaces", "0"}, {"max_cgroup_namespaces", "0"}, {"max_time_namespaces", "0"},
-    {"max_inotify_instances", "256"}, {"max_inotify_watches", "65536"}, {"max_fanotify_groups", "0"},
+    {"max_inotify_instances", "128"}, {"max_inotify_watches", "65536"}, {"max_fanotify_groups", "0"},
 };
 
 static int report_fd;
