@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import stat
 import struct
 import time
@@ -113,10 +114,10 @@ class BareZygote:
         try:
             await self._true(spawned.channel.fileno())
         finally:
-            slot.kill()
+            # Not by cgroup.kill: Linux 6.18 then kills whatever is cloned into the group later.
+            signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
             spawned.channel.close()
-            if spawned.pidfd >= 0:
-                os.close(spawned.pidfd)
+            os.close(spawned.pidfd)
         await ended
         await self._client.forget(name)
         if not slot.clean():
