@@ -84,11 +84,14 @@ static int overlay(const struct plan *plan) {
     return overlay_old(plan);
 }
 
-/* A clone of a host directory: private, and nothing in it may be written, gain privileges or (unless it is /dev) open a device. */
-static int bind_tree(const char *path, unsigned attributes) {
+/* A clone of a host directory: private, and nothing in it may be written or gain privileges. In /dev devices open, elsewhere not, however
+ * the host has mounted them. */
+static int bind_tree(const char *path, bool devices) {
     int tree = x_open_tree(AT_FDCWD, path, X_OPEN_TREE_CLONE);
     if (tree < 0) return -errno;
-    struct x_mount_attr attr = {.attr_set = attributes, .propagation = MS_PRIVATE};
+    struct x_mount_attr attr = {.attr_set = X_MOUNT_ATTR_RDONLY | X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NOEXEC, .propagation = MS_PRIVATE};
+    if (devices) attr.attr_clr = X_MOUNT_ATTR_NODEV;
+    else attr.attr_set |= X_MOUNT_ATTR_NODEV;
     if (x_mount_setattr(tree, "", AT_EMPTY_PATH, &attr) < 0) {
         int error = -errno;
         close(tree);
@@ -99,7 +102,6 @@ static int bind_tree(const char *path, unsigned attributes) {
 
 /* All that is named by a path: done in the host's mount namespace. */
 static int open_paths(const struct plan *plan, int low[LOWS], enum stage *stage) {
-    const unsigned still = X_MOUNT_ATTR_RDONLY | X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NOEXEC;
     *stage = AT_CGROUP2;
     low[CGROUP2] = open(plan->cgroup2, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (low[CGROUP2] < 0) return -errno;
@@ -115,9 +117,9 @@ static int open_paths(const struct plan *plan, int low[LOWS], enum stage *stage)
     *stage = AT_OVERLAY;
     if ((low[ROOT] = overlay(plan)) < 0) return low[ROOT];
     *stage = AT_DEV;
-    if ((low[DEV] = bind_tree(plan->dev, still)) < 0) return low[DEV];
+    if ((low[DEV] = bind_tree(plan->dev, true)) < 0) return low[DEV];
     *stage = AT_VIEW;
-    if (plan->view && (low[VIEW] = bind_tree(plan->view, still | X_MOUNT_ATTR_NODEV)) < 0) return low[VIEW];
+    if (plan->view && (low[VIEW] = bind_tree(plan->view, false)) < 0) return low[VIEW];
     return 0;
 }
 
