@@ -1,5 +1,5 @@
-"""What the tests of API, SDK and CLI share: a real server on a real socket over a real edge with the fake backend, and a
-proxy that cuts connections."""
+"""What the tests of API, SDK and CLI share: a real server on a real socket over a real edge with the fake backend, and
+a proxy that cuts connections."""
 
 from __future__ import annotations
 
