@@ -15,6 +15,7 @@
 #include "zygote.h"
 
 #define CHANNEL_BUFFER (1 << 20)
+#define GROUP "g"
 
 /* A spawn's descriptors, closed together however it ends. */
 enum low { ROOT, DEV, VIEW, CGROUP2, NETWORK, REPORT, CONTROL, CHANNEL, CGROUPS, LOWS = CGROUPS + MAX_CGROUPS };
@@ -100,14 +101,37 @@ static int bind_tree(const char *path, bool devices) {
     return tree;
 }
 
+/* The sandbox's own group, in the directory that the edge named. That one is used again for another sandbox, after a cgroup.kill; and
+ * Linux up to at least 6.18 kills whatever is cloned from one group into another of which only one was ever killed (it compares the
+ * wrong counters). A fresh group for each sandbox is never the killed one. */
+static int make_group(const struct plan *plan) {
+    int slot = open(plan->cgroup2, O_PATH | O_DIRECTORY | O_CLOEXEC), group = -1;
+    if (slot < 0) return -errno;
+    bool made = mkdirat(slot, GROUP, 0755) == 0 || (errno == EEXIST && unlinkat(slot, GROUP, AT_REMOVEDIR) == 0 && mkdirat(slot, GROUP, 0755) == 0);
+    if (made) group = openat(slot, GROUP, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int error = group < 0 ? -errno : 0;
+    close(slot);
+    if (error) return error;
+    /* Delegation: inside root makes groups below and moves processes of its own between them, nothing else. */
+    uid_t root = (uid_t)plan->id_base;
+    if (fchown(group, root, root) < 0 || fchownat(group, "cgroup.procs", root, root, 0) < 0) {
+        error = -errno;
+        close(group);
+        return error;
+    }
+    return group;
+}
+
+static void remove_group(const struct plan *plan) {
+    char path[4200];
+    snprintf(path, sizeof path, "%s/" GROUP, plan->cgroup2);
+    rmdir(path);
+}
+
 /* All that is named by a path: done in the host's mount namespace. */
 static int open_paths(const struct plan *plan, int low[LOWS], enum stage *stage) {
     *stage = AT_CGROUP2;
-    low[CGROUP2] = open(plan->cgroup2, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (low[CGROUP2] < 0) return -errno;
-    /* Delegation: inside root makes child groups and moves processes of its own between them, nothing else. */
-    uid_t root = (uid_t)plan->id_base;
-    if (fchown(low[CGROUP2], root, root) < 0 || fchownat(low[CGROUP2], "cgroup.procs", root, root, 0) < 0) return -errno;
+    if ((low[CGROUP2] = make_group(plan)) < 0) return low[CGROUP2];
     *stage = AT_CGROUP;
     for (unsigned i = 0; i < plan->cgroups; i++) {
         char path[4200];
@@ -238,6 +262,9 @@ int spawn_child(const struct plan *plan, struct child *child, enum stage *stage)
     if (error < 0) {
         close_all(up, 3);
         if (child->pidfd >= 0) close(child->pidfd);
+        if (setns(world.host_mounts, CLONE_NEWNS) < 0) return error;
+        remove_group(plan);
+        if (setns(world.tiny_mounts, CLONE_NEWNS) < 0) _exit(70);
         return error;
     }
     if ((child->pidfd = fd_up(child->pidfd)) < 0) child->pidfd = -1; /* the edge can make its own from the pid */

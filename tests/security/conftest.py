@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from security_box import Box, Nursery
@@ -33,7 +34,7 @@ def make_box(nursery: Nursery) -> Iterator[Callable[..., Box]]:
     """Makes sandboxes for one test."""
     made: list[Box] = []
 
-    def make(**options: object) -> Box:
+    def make(**options: Any) -> Box:
         made.append(nursery.make(**options))
         return made[-1]
 

@@ -24,11 +24,11 @@ from msgspec import Struct
 
 from dsec.backends.container.native import build_native
 from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, start_zygote
-from dsec.channel import SocketChannel
+from dsec.channel import GuestOperation, SocketChannel
 from dsec.edge.config import SystemClock
 from dsec.kernel import mounts, syscalls
 from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
-from dsec.spec.operations import Chunk, ExecFlag, OpEnd, OpRequest
+from dsec.spec.operations import Chunk, ExecFlag, Kind, OpEnd, OpRequest
 
 ID_BASE, ID_COUNT = 10 * 65536, 65536
 MIB = 1 << 20
@@ -71,6 +71,7 @@ class Box:
         self.slot = slot
         self.spawned = spawned
         self.channel = channel
+        self._upload: GuestOperation | None = None
         self.upper = nursery.root / "boxes" / sandbox / "upper"
 
     def run(
@@ -125,12 +126,35 @@ class Box:
         out, err = (bytes(s).decode(errors="replace") for s in streams)
         return Result(-end.code if end.kind.name == "SIGNALED" else end.code, out, err, end)
 
+    def begin_upload(self, path: str, user: str) -> int:
+        """Start writing a file and leave it unfinished: the pid of the guest's child that waits for more."""
+
+        async def begin() -> int:
+            request = OpRequest(kind=Kind.WRITE, path=path.encode(), user=user.encode(), mode=0o644)
+            self._upload = await self.channel.start(request)
+            pid = await self._upload.started()
+            assert pid is not None
+            await self._upload.write(b"uploaded")
+            return pid
+
+        return self.nursery.wait(begin())
+
+    def end_upload(self) -> None:
+        """Finish what `begin_upload` began."""
+
+        async def finish() -> None:
+            assert self._upload is not None
+            await self._upload.close_stdin()
+            async for piece in self._upload.read():
+                assert not isinstance(piece, OpEnd) or piece.code == 0, piece
+            await self._upload.release()
+
+        self.nursery.wait(finish())
+
     @property
     def alive(self) -> bool:
         """Whether pid 1 inside runs and answers."""
-        if self.sandbox in self.nursery.ended:
-            return False
-        return self.nursery.wait(self.channel.ping()) >= 0
+        return self.sandbox not in self.nursery.ended and self.nursery.wait(self.channel.ping()) >= 0
 
     def wait_end(self) -> int:
         """The wait status of pid 1."""
@@ -223,19 +247,20 @@ class Nursery:
         (layer / "lower" / "kmsg").chmod(0o666)
         return layer
 
-    def make(self, *, pids: int = 256, memory_bytes: int = 256 * MIB, **options: Any) -> Box:
-        """A new sandbox."""
-        return self.wait(self._make(Shape(memory_bytes, 1.0, pids), options))
+    def make(self, *, pids: int = 256, memory_bytes: int = 256 * MIB, slot: Slot | None = None, **options: Any) -> Box:
+        """A new sandbox; in the cgroups of an ended one if asked for."""
+        return self.wait(self._make(Shape(memory_bytes, 1.0, pids), slot, options))
 
-    async def _make(self, shape: Shape, options: dict[str, Any]) -> Box:
+    async def _make(self, shape: Shape, slot: Slot | None, options: dict[str, Any]) -> Box:
         self._count += 1
         name = f"box{self._count}"
         home = self.root / "boxes" / name
         for directory in (home, home / "upper", home / "work"):
             directory.mkdir()
             os.chown(directory, ID_BASE, ID_BASE)
-        slot = Slot(self.cgroups, f"s{self._count}")
-        slot.make(shape)
+        if slot is None:
+            slot = Slot(self.cgroups, f"s{self._count}")
+            slot.make(shape)
         request = {
             "sandbox": name,
             "lowers": (str(self.layer),),
@@ -267,7 +292,8 @@ class Nursery:
         await box.channel.close()
         os.close(box.spawned.pidfd)
         await self.client.forget(box.sandbox)
-        assert await asyncio.to_thread(box.slot.remove, 30.0), "its cgroups can't be emptied"
+        if all(other.slot is not box.slot for other in self._boxes.values()):
+            assert await asyncio.to_thread(box.slot.remove, 30.0), "its cgroups can't be emptied"
         shutil.rmtree(self.root / "boxes" / box.sandbox)
 
     def _exited(self, sandbox: str, pid: int, status: int) -> None:

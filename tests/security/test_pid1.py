@@ -135,3 +135,25 @@ def test_it_is_not_dumpable_and_has_few_capabilities(box: Box) -> None:
 def test_tracing_ones_own_processes_works(box: Box) -> None:
     """strace and gdb are tools of the trade."""
     assert box.attack("trace-child").out == "7\n"
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_a_file_calls_child_is_as_closed_as_pid_1(box: Box, user: str) -> None:
+    """It is a copy of the guest that runs as a user of the sandbox: nobody of that user may trace or read it."""
+    child = box.begin_upload(f"/tmp/upload-{user}", user)
+    try:
+        assert box.call("ptrace", SEIZE, child, 0, 0, user=user) == (-1, errno.EPERM)
+        for name in ("mem", "exe", "fd/0", "environ", "maps", "root/etc"):
+            for flags in (O_RDONLY, O_RDWR):
+                opened, content = box.calls(
+                    ["openat", -100, f"s:/proc/{child}/{name}", flags], ["read", "$0", "z:64", 64], user=user
+                )
+                assert (opened[0], content[0]) == (-1, -1), name
+                assert opened[1] in {errno.EACCES, errno.EPERM, errno.ENOENT}
+        for number in range(8):
+            opened, taken = box.calls(["pidfd_open", child, 0], ["pidfd_getfd", "$0", number, 0], user=user)
+            assert opened[0] >= 0
+            assert taken == (-1, errno.EPERM)
+    finally:
+        box.end_upload()
+    assert box.attack("cat", f"/tmp/upload-{user}").out == "uploaded"
