@@ -23,10 +23,11 @@ from dsec.errors import (
     TooLarge,
 )
 from dsec.ports import GuestChannel, Operation
-from dsec.spec.operations import Chunk, EndKind, FileFlag, Kind, OpEnd, OpRequest, Stage
+from dsec.spec.operations import EndKind, FileFlag, Kind, OpEnd, OpRequest, Stage
 from dsec.spec.sandbox import FileInfo
 from dsec.wire.entries import EntryDecoder, to_bytes
 from dsec.wire.frames import ProtocolError
+from dsec.wire.messages import MAX_MESSAGE
 
 LIST_LIMIT = 100_000
 """Entries in one answer."""
@@ -45,12 +46,13 @@ def _user(user: str | None) -> bytes | None:
     return None if user is None else to_bytes(user)
 
 
-def file_error(end: OpEnd, path: bytes) -> DsecError:
-    """What a file call's end means to its caller."""
+def file_error(end: OpEnd, path: bytes, said: str = "") -> DsecError:
+    """What a file call's end means to its caller. `said`: the guest's own words, if any."""
     shown = path.decode("utf-8", "replace")
     if end.kind is not EndKind.START_FAILED:
         return FileError(f"the file call on {shown} was cut: {end.kind.name.lower()} {end.code}", path=shown)
     name, text = errno.errorcode.get(end.code, str(end.code)), os.strerror(end.code)
+    text = f"{said}: {text}" if said else text
     if end.stage is Stage.USER:
         return InvalidRequest(f"no such user inside the sandbox: {text}", errno=name)
     if end.stage in (Stage.FORK, Stage.CGROUP):
@@ -68,13 +70,17 @@ def file_error(end: OpEnd, path: bytes) -> DsecError:
 
 async def _output(operation: Operation, path: bytes) -> AsyncGenerator[bytes, None]:
     """An operation's stdout; raises what its end means unless that was success. Releases it."""
+    said = b""
     try:
         async with aclosing(operation.read()) as items:
             async for item in items:
-                if isinstance(item, Chunk):
+                if isinstance(item, OpEnd):
+                    if item.kind is not EndKind.EXITED or item.code != 0:
+                        raise file_error(item, path, said.decode("utf-8", "replace").strip())
+                elif item.stderr:  # what was the matter, in words
+                    said = (said + item.data)[:MAX_MESSAGE]
+                else:
                     yield item.data
-                elif item.kind is not EndKind.EXITED or item.code != 0:
-                    raise file_error(item, path)
     finally:
         await operation.release()
 

@@ -386,7 +386,7 @@ class SocketChannel:
                 self._on_eof()
 
     def _broken(self, reason: str) -> None:
-        lost = OutcomeUnknown("the guest broke its protocol and was cut off", reason=reason)
+        lost = OutcomeUnknown(f"the guest broke its protocol and was cut off: {reason}")
         if self._finish(lost):
             self._loss.set_result(f"it broke the protocol: {reason}")
             if self._on_broken:

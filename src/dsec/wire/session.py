@@ -158,8 +158,8 @@ class _Op:
         "refused",
         "resumed",
         "stdin_acked",
+        "stdin_before",
         "stdin_done",
-        "stdin_limit",
         "stdin_sent",
     )
 
@@ -170,7 +170,7 @@ class _Op:
         self.acked = (0, 0)
         self.stdin_sent = 0
         self.stdin_acked = 0
-        self.stdin_limit = 0  # what an earlier edge may have sent
+        self.stdin_before = 0  # taken from an earlier edge
         self.stdin_done = not stdin
         self.resumed = False
         self.refused = False
@@ -344,7 +344,7 @@ class Session:
         op.ends = [max(found.stdout_base, spooled[0]), max(found.stderr_base, spooled[1])]
         op.acked = (found.stdout_base, found.stderr_base)
         op.stdin_sent = op.stdin_acked = found.stdin_offset
-        op.stdin_limit = found.stdin_offset + WINDOW
+        op.stdin_before = found.stdin_offset
         op.resumed = True
         self._ops[frame.op] = op
         return Known(frame.op, found, op.ends[0], op.ends[1])
@@ -409,7 +409,9 @@ class Session:
 
     def _stdin_ack(self, frame: Frame, op: _Op) -> Event | None:
         offset = _U64.unpack(frame.payload)[0]
-        if not op.stdin_acked <= offset <= max(op.stdin_sent, op.stdin_limit):
+        if offset <= op.stdin_before:
+            return None  # an earlier edge's stdin is being written; it takes nothing from our window
+        if not op.stdin_acked <= offset <= op.stdin_sent:
             raise ProtocolError(f"stdin acknowledged to {offset} of {op.stdin_sent}")
         if offset == op.stdin_acked:
             return None
