@@ -22,8 +22,15 @@ from dsec.errors import Unsupported
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="Port; 0: any free one.")
 @click.option("--state", type=click.Path(path_type=Path), envvar="DSEC_STATE", help="State directory (DSEC_STATE).")
-def serve(host: str, port: int, state: Path | None) -> int | None:
-    """Run a one-node server in the foreground; Ctrl-C stops it, sandboxes go on.
+@click.option(
+    "--on-exit",
+    type=click.Choice(["keep", "destroy"]),
+    default="keep",
+    show_default=True,
+    help="Leave sandboxes to the next server, or end them and leave no trace.",
+)
+def serve(host: str, port: int, state: Path | None, on_exit: str) -> int | None:
+    """Run a one-node server in the foreground; Ctrl-C stops it, sandboxes go on unless told otherwise.
 
     It writes client.json (its URL and an API key, mode 0600) into its state directory: there the client and this
     command find it.
@@ -32,7 +39,7 @@ def serve(host: str, port: int, state: Path | None) -> int | None:
         from dsec import app
     except ImportError as error:
         raise _needs_server(error) from error
-    return app.serve(host=host, port=port, state=state)
+    return app.serve(host=host, port=port, state=state, on_exit=on_exit)
 
 
 @click.command("doctor")
@@ -77,6 +84,17 @@ def bench_exec(arguments: tuple[str, ...]) -> Any:
     except ImportError as error:
         raise _needs_server(error) from error
     return bench_of_exec.main(list(arguments))
+
+
+@bench.command("soak", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_soak(arguments: tuple[str, ...]) -> Any:
+    """A steady rate of creations with kills: what is left afterwards."""
+    try:
+        from dsec.bench import soak
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return soak.main(list(arguments))
 
 
 @click.group("host")

@@ -16,10 +16,12 @@ from dsec.rollout.step import Created, Row, Step, Task
 _PLAIN_WIDTH = 200
 
 
-def make_console() -> Console:
-    """On stdout; wide and colourless when that is no terminal."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH, no_color=True)
+def make_console(*, quiet: bool = False) -> Console:
+    """On stdout; wide and colourless when that is no terminal. `quiet`: says nothing."""
+    console = Console(highlight=False, quiet=quiet)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, quiet=quiet, width=_PLAIN_WIDTH, no_color=True, emoji=False)
 
 
 class Screen:
@@ -53,7 +55,8 @@ class Screen:
         self._finish()
         self.console.print(
             f"[bold]{created.count} created in {created.wall_s:.2f} s[/bold]: "
-            f"{created.count / created.wall_s:.0f} a second, each p50 {created.p50_ms:.1f} ms, p99 {created.p99_ms:.1f} ms"
+            f"{created.count / created.wall_s:.0f} a second, "
+            f"each p50 {created.p50_ms:.1f} ms, p99 {created.p99_ms:.1f} ms"
         )
 
     def grading(self, done: int, total: int) -> None:

@@ -167,10 +167,19 @@ class Grader:
         return self._markers
 
 
-async def run_step(client: AsyncClient, task: Task, grader: Grader, measure: Scale, watch: Watch) -> Step:
-    """Carry the step out. Raises the error of a sandbox that can't be made; later faults of the platform are rows."""
-    burst = task.burst
-    sandboxes, created = await _create(client, task.agent_environment, len(burst.candidates), watch)
+class Made(Struct, frozen=True):
+    """The burst's sandboxes in the order of the candidates."""
+
+    sandboxes: list[AsyncSandbox]
+    created: Created
+
+
+async def run_step(
+    client: AsyncClient, task: Task, made: Made, grader: Grader, measure: Scale, *, watch: Watch
+) -> Step:
+    """Test and grade the burst's candidates in the sandboxes that were made for it, and end these. Faults of the
+    platform are rows."""
+    burst, sandboxes = task.burst, made.sandboxes
     try:
         token = secrets.token_hex(8)
         began = time.monotonic()
@@ -197,7 +206,7 @@ async def run_step(client: AsyncClient, task: Task, grader: Grader, measure: Sca
         errors = await AsyncSandbox.kill_many(sandboxes, client=client)
     for error in errors.values():
         raise error
-    return Step(created, graded_s, time.monotonic() - began, rows, strays)
+    return Step(made.created, graded_s, time.monotonic() - began, rows, strays)
 
 
 class _Agent:
@@ -296,13 +305,13 @@ class _Agent:
         )
 
 
-async def _create(
-    client: AsyncClient, environment: str, count: int, watch: Watch
-) -> tuple[list[AsyncSandbox], Created]:
+async def create_burst(client: AsyncClient, task: Task, watch: Watch) -> Made:
+    """A sandbox for each candidate, all at once. Raises the first error, after ending those that were made."""
+    count = len(task.burst.candidates)
     began = time.monotonic()
     made: dict[int, AsyncSandbox] = {}
     failed: list[DsecError] = []
-    spec = base_spec(environment, role="agent")
+    spec = base_spec(task.agent_environment, role="agent")
     async for result in AsyncSandbox.create_many(spec, count=count, client=client, deadline_s=120.0):
         if result.sandbox is None:
             failed += [result.error] if result.error else []
@@ -316,7 +325,7 @@ async def _create(
     times = sorted(sandbox.info.create_ms or 0.0 for sandbox in made.values())
     created = Created(count, wall_s, times[(count - 1) // 2], times[min(count - 1, count * 99 // 100)])
     watch.created(created)
-    return [made[index] for index in range(count)], created
+    return Made([made[index] for index in range(count)], created)
 
 
 async def markers(sandbox: AsyncSandbox) -> set[str]:
