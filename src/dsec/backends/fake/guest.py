@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 import struct
 import time
@@ -260,8 +261,11 @@ class FakeGuest:
         self._channel: _GuestEnd | None = None
 
     def attach(self, sock: socket.socket) -> None:
-        """A fresh channel; the one before is let go."""
+        """A fresh channel; the one before is let go, after what it had brought already: between two edges there is
+        time for that.
+        """
         if self._channel is not None:
+            self._channel.drain()
             self._channel.close()
         self._channel = _GuestEnd(self, sock)
 
@@ -378,6 +382,11 @@ class _GuestEnd:
                 break
             self._queue.popleft()
         self._loop.remove_writer(self._fd)
+
+    def drain(self) -> None:
+        """Take what has been sent to us."""
+        while self._open and select.select([self._fd], [], [], 0)[0]:
+            self._readable()
 
     def _readable(self) -> None:
         try:

@@ -1,0 +1,37 @@
+"""The conformance suite on the fake backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("dsec.testing.conformance")
+
+from dsec.backends.fake import FakeBackend, FakeHost  # noqa: E402
+from dsec.edge.config import SystemClock  # noqa: E402
+from dsec.ports import Backend  # noqa: E402
+from dsec.testing.conformance import *  # noqa: E402, F403
+from dsec.testing.conformance.kit import Feature  # noqa: E402
+
+
+class FakeFactory:
+    features = frozenset({Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT})
+    environment = "base"
+
+    def __init__(self, directory: Path) -> None:
+        self.host = FakeHost(directory / "spool")
+
+    def make(self) -> Backend:
+        return FakeBackend(self.host, SystemClock())
+
+    async def kill_guest(self, sandbox_id: str) -> None:
+        self.host.kill_guest(sandbox_id)
+
+    def fail_next_create(self) -> None:
+        self.host.fail_next_create("mount")
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> FakeFactory:
+    return FakeFactory(tmp_path)
