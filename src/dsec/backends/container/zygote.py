@@ -14,6 +14,7 @@ import itertools
 import os
 import socket
 import struct
+import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,15 +127,15 @@ async def start_zygote(
     argv = [str(binary), "--socket", str(socket_path), "--guest", str(guest), "--net-pool", str(net_pool)]
     if _SYSTEMD:
         argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
+    # Not by asyncio: uvloop lets its end of a pipe into the child, and the zygote would hold it open for ever.
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        done = await asyncio.to_thread(
+            subprocess.run, argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
         )
     except OSError as error:
         raise Unavailable(f"the zygote cannot be started: {error}", remedy=f"Is {argv[0]} there?") from error
-    _, message = await process.communicate()
-    if process.returncode:
-        text = message.decode(errors="replace").strip() or f"exit code {process.returncode}"
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise Unavailable(f"the zygote did not start: {text}", remedy="`dsec doctor` lists what the host lacks.")
 
 
