@@ -7,6 +7,9 @@ operations after RETAIN_S.
 
 How it ends: `close` (the guest goes on, readers get `Unavailable`), the guest closes it or dies (unfinished
 operations are `OutcomeUnknown`), or the guest breaks the protocol (the same, and `on_broken` says why).
+
+A frame that the guest didn't take before the edge died is lost: a START then never ran, and a RELEASE is forgotten,
+so that the next edge finds the operation again. `ping` is a barrier for whom that matters.
 """
 
 from __future__ import annotations
