@@ -130,7 +130,12 @@ async def start_zygote(
     # Not by asyncio: uvloop lets its end of a pipe into the child, and the zygote would hold it open for ever.
     try:
         done = await asyncio.to_thread(
-            subprocess.run, argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+            subprocess.run,
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
         )
     except OSError as error:
         raise Unavailable(f"the zygote cannot be started: {error}", remedy=f"Is {argv[0]} there?") from error
