@@ -21,11 +21,17 @@ import msgspec
 
 from dsec.errors import DsecError, Internal, Unavailable
 
-SPACING_S = 0.002
-"""Under load, batches start this far apart, so that they hold more; a lone write goes at once."""
+BATCHES_PER_S = 500
+"""A batch costs ten times what a row does, so they are spaced. One client's creations in a row don't notice."""
+BUSY_BATCHES_PER_S = 150
+"""The same where many write at once: then each batch holds more."""
+BURST = 8
+"""So many batches may follow each other at once."""
+BUSY_WRITES = 70
+"""More waiting writes than this in a window are many."""
+_WINDOW_S = 0.1
 LAZY_S = 0.005
 """How long a write that nobody waits for may wait for company."""
-_LONE = 4
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -58,8 +64,11 @@ class Writer:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._busy = False
-        self._last_size = 0
-        self._last_at = 0.0
+        self._allowed = float(BURST)
+        self._allowed_at = self._loop.time()
+        self._per_s = BATCHES_PER_S
+        self._window_at = self._loop.time()
+        self._window_writes = 0
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -119,9 +128,20 @@ class Writer:
     def _wait_for(self, what: Statement | str) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         self._batch.waiters.append((future, what))
-        pressed = self._last_size > _LONE and self._loop.time() - self._last_at < SPACING_S
-        self._schedule(SPACING_S if pressed else 0.0)
+        self._schedule(self._spacing_s())
         return future
+
+    def _spacing_s(self) -> float:
+        """How long the next batch has to wait for its turn."""
+        now = self._loop.time()
+        self._window_writes += 1
+        if now - self._window_at > _WINDOW_S:
+            busy = self._window_writes > BUSY_WRITES and now - self._window_at < 2 * _WINDOW_S
+            self._per_s = BUSY_BATCHES_PER_S if busy else BATCHES_PER_S
+            self._window_at, self._window_writes = now, 0
+        self._allowed = min(BURST, self._allowed + (now - self._allowed_at) * self._per_s)
+        self._allowed_at = now
+        return 0.0 if self._allowed >= 1 else (1 - self._allowed) / self._per_s
 
     def _schedule(self, delay_s: float) -> None:
         if self._busy:
@@ -143,8 +163,7 @@ class Writer:
         batch, self._batch = self._batch, Batch()
         self._busy = True
         self._idle.clear()
-        self._last_size = len(batch)
-        self._last_at = self._loop.time()
+        self._allowed -= 1
         self._queue.put(lambda: self._write(batch))
 
     def _written(self, batch: Batch, failures: dict[Statement | str, DsecError]) -> None:
@@ -162,7 +181,7 @@ class Writer:
         elif self._closed:
             self._flush()
         elif self._batch.waiters:
-            self._schedule(SPACING_S if self._last_size > _LONE else 0.0)
+            self._schedule(self._spacing_s())
         else:
             self._schedule(LAZY_S)
 
