@@ -23,7 +23,7 @@ def sections(title: str) -> dict[str, str]:
     found = {}
     for part in parts:
         heading, _, text = part.partition("\n")
-        found[heading.removesuffix(" (cause)").strip()] = " ".join(text.split())
+        found[heading.removesuffix(" (cause)").strip("`")] = " ".join(text.split())
     assert len(found) == len(parts), "a heading comes twice"
     return found
 
