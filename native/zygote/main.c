@@ -203,6 +203,8 @@ int main(int argc, char **argv) {
         else return usage();
     }
     if (!socket_path || !guest || *socket_path != '/' || *guest != '/') return usage();
+    /* Whatever our starter left open would stay open for as long as we live: its ends of pipes, of other people's too. */
+    syscall(SYS_close_range, 3u, ~0u, 0u);
     int pipes[2];
     if (pipe2(pipes, O_CLOEXEC) < 0) return 71;
     pid_t pid = fork();

@@ -7,7 +7,7 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
@@ -174,7 +174,7 @@ class Backend(Protocol):
     api_version: ClassVar[int]
     """1. The edge refuses a backend of another major version."""
 
-    async def open(self, known: dict[str, Handle]) -> dict[str, Instance]:
+    async def open(self, known: dict[str, Handle]) -> Mapping[str, Instance]:
         """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned;
         everything of this backend's that isn't in `known`, or doesn't run any more, is removed from the host."""
         ...

@@ -1,0 +1,194 @@
+"""The composition: the only place that names concrete parts and reads the server's configuration.
+
+Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec). What
+doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
+path, so that several servers fit on one host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvloop
+from msgspec import Struct
+
+from dsec.api.app import Api
+from dsec.api.control import EnvironmentInfo
+from dsec.api.serve import ApiServer
+from dsec.backends.container.backend import ContainerBackend, Host
+from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
+from dsec.edge.node import Edge
+from dsec.errors import DsecError, PermissionDenied, Unavailable
+from dsec.kernel.cgroups import CgroupRoot
+from dsec.kernel.ledger import Ledger, prepare_host
+from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
+from dsec.store.build import build_debian_layer
+from dsec.store.environments import EnvironmentStore
+from dsec.store.layers import LayerMounts, LayerStore
+from dsec.store.views import Views
+from dsec.store.volume import Volume
+
+PROJECT = "default"
+"""The project of the key that a one-node server makes for its own machine."""
+
+log = logging.getLogger("dsec")
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """Where a server keeps what."""
+
+    state: Path
+    run: Path
+
+    @property
+    def instance(self) -> str:
+        """Names this server's cgroups and units on the host."""
+        return self.run.name
+
+
+def read_config(state: Path | None = None) -> Config:
+    """The configuration from arguments and environment."""
+    state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
+    instance = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
+    return Config(state=state, run=Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance)
+
+
+def open_environments(config: Config) -> EnvironmentStore:
+    """The environments of a node, for building and listing; needs no running server."""
+    return EnvironmentStore(config.state, LayerStore(config.state))
+
+
+@asynccontextmanager
+async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, keep: bool = True) -> AsyncIterator[Edge]:
+    """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
+    nothing of it is left.
+
+    Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory.
+    """
+    if os.geteuid() != 0:
+        raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config.run.mkdir(mode=0o711, parents=True, exist_ok=True)
+    ledger = Ledger(config.state / "host.json")
+    for line in prepare_host(ledger):
+        log.info("host: %s", line)
+    environments = open_environments(config)
+    layers = LayerMounts(config.run, environments.layers)
+    layers.open()
+    views = Views(config.run)
+    volume = await asyncio.to_thread(Volume.open, config.state, config.run, ledger)
+    host = Host(
+        state=config.state,
+        run=config.run,
+        volume=volume,
+        environments=environments,
+        layers=layers,
+        views=views,
+        cgroups=CgroupRoot.detect(f"dsec-{config.instance}", config.run / "cgroup2"),
+    )
+    clock = SystemClock()
+    edge = await Edge.open(
+        {"container": ContainerBackend(host, clock)},
+        config.state,
+        clock=clock,
+        config=edge_config,
+        capacity=HostCapacity(volume.root),
+    )
+    try:
+        yield edge
+    finally:
+        await edge.close(keep=keep)
+        if not keep:
+            with contextlib.suppress(OSError):
+                config.run.rmdir()
+
+
+def serve(*, host: str, port: int, state: Path | None = None, on_exit: str = "keep") -> int:
+    """Serve in the foreground until SIGTERM or SIGINT. Returns the exit code.
+
+    `on_exit`: `keep` leaves the sandboxes to the next server, `destroy` ends them and removes every trace.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        uvloop.run(_serve(read_config(state), host, port, keep=on_exit == "keep"))
+    except asyncio.CancelledError:
+        return 130  # stopped while it was starting
+    return 0
+
+
+async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
+    stop = asyncio.Event()
+    opening = asyncio.current_task()
+
+    def on_signal() -> None:
+        stop.set()
+        if opening is not None and not ready:
+            opening.cancel()
+
+    ready = False
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    environments = open_environments(config)
+    await asyncio.to_thread(environments.ensure_default, _build_default)
+    async with open_edge(config, keep=keep) as edge:
+
+        def listed() -> list[EnvironmentInfo]:
+            return [
+                EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in open_environments(config).list()
+            ]
+
+        server = ApiServer(Api(edge, environments=listed), host, port)
+        await server.start()
+        try:
+            await _write_client(config, edge, server.url)
+            ready = True
+            log.info("serving at %s, state in %s", server.url, config.state)
+            await stop.wait()
+        finally:
+            (config.state / FILE_NAME).unlink(missing_ok=True)
+            await server.stop()
+
+
+def _build_default(layers: LayerStore) -> str:
+    log.info("building the environment 'debian'; this happens once")
+    return build_debian_layer(layers, progress=lambda line: log.info("debian: %s", line)).digest
+
+
+async def _write_client(config: Config, edge: Edge, url: str) -> None:
+    """Leave URL and key where the client of this machine finds them. The key is a new one each time: of the last one
+    only the hash was kept."""
+    for key in edge.list_keys(PROJECT):
+        if key.label == "this machine" and key.revoked_at is None:
+            await edge.revoke_key(key.id)
+    write_endpoint(config.state, Endpoint(url, await edge.create_key(PROJECT, "this machine")))
+
+
+def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]:
+    """Take back what dsec changed on this host: sandboxes, mounts, cgroups, settings. Data in the state stays.
+
+    Returns what was done, a line each. Raises `Unavailable` while a server runs on the state directory.
+    """
+    config = read_config(state)
+    if not config.state.exists():
+        return []
+
+    async def end_all() -> None:
+        async with open_edge(config, keep=False):
+            pass
+
+    try:
+        asyncio.run(end_all())
+    except Unavailable as error:
+        raise Unavailable(f"nothing was undone: {error.message}", remedy="Stop the server first.") from error
+    except DsecError as error:
+        log.warning("sandboxes could not be ended in order: %s", error)
+    return list(Ledger(config.state / "host.json").undo(packages=packages))

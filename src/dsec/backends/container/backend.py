@@ -1,0 +1,341 @@
+"""`ports.Backend` over the zygote: what exists of a container sandbox, in the order it is made and removed.
+
+Owns on the host, per sandbox: a cgroup slot (from the pool, named in the handle), a subvolume and a spool directory
+(named by the sandbox's id), and a clone in the zygote (by id). Invariants:
+
+- All names are in the handle or follow from the id, so `destroy` works on what a dead server left half-made.
+- A slot goes back to the pool only when no process can be attached to it any more: after the spawn is answered and
+  pid 1 is gone.
+- The zygote outlives this object; when the zygote dies, so do its sandboxes, and a new one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from dsec.backends.container.instance import ContainerInstance
+from dsec.backends.container.native import build_native
+from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, ZygoteState, start_zygote
+from dsec.channel import SocketChannel, Spool
+from dsec.errors import CreateFailed, DsecError, InvalidRequest, Unavailable, Unsupported
+from dsec.kernel.cgroup_pool import CgroupPool
+from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
+from dsec.ports import Clock, Handle, InstanceEnd
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxSpec
+from dsec.store.environments import EnvironmentStore
+from dsec.store.layers import ID_COUNT, LayerMounts
+from dsec.store.views import CpuPicker, Views, make_dev, remove_dev
+from dsec.store.volume import Volume
+
+log = logging.getLogger(__name__)
+
+ID_BASE = 1 << 20
+OOM_SCORE_ADJ = 500
+"""Before the host's own processes, when the host itself runs out of memory."""
+_EXIT_WAIT_S = 10.0
+
+
+class Host:
+    """What the backend stands on: the parts of one node, opened by `dsec.app`."""
+
+    def __init__(
+        self,
+        *,
+        state: Path,
+        run: Path,
+        volume: Volume,
+        environments: EnvironmentStore,
+        layers: LayerMounts,
+        views: Views,
+        cgroups: CgroupRoot,
+    ) -> None:
+        self.state = state
+        self.run = run
+        self.volume = volume
+        self.environments = environments
+        self.layers = layers
+        self.views = views
+        self.pool = CgroupPool(cgroups)
+        self.picker = CpuPicker()
+        self.dev = make_dev(run)
+
+
+class ContainerBackend:
+    """Container sandboxes of one node."""
+
+    name: ClassVar[str] = "container"
+    api_version: ClassVar[int] = 1
+
+    def __init__(self, host: Host, clock: Clock) -> None:
+        self._host = host
+        self._clock = clock
+        self._instances: dict[str, ContainerInstance] = {}
+        self._spawning: dict[str, asyncio.Task[Spawned]] = {}
+        self._exits: dict[str, asyncio.Future[int]] = {}
+        self._cpus: dict[str, tuple[int, ...]] = {}
+        self._views: set[str] = set()
+        self._zygote: ZygoteClient | None = None
+        self._epoch = 0
+        self._restart: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    # --- opening and closing ---
+
+    async def open(self, known: dict[str, Handle]) -> dict[str, ContainerInstance]:
+        state = await self._connect()
+        slots = await asyncio.to_thread(
+            self._host.pool.open, {handle["slot"]: sandbox_id for sandbox_id, handle in known.items() if handle}
+        )
+        # The pool has killed everything that isn't known; what the zygote still counts as live is on its way out.
+        alive = {i: known[i] for i in known if i in state.live and known[i] and known[i]["slot"] in slots}
+        for sandbox_id in state.live:
+            self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
+        adopted = {}
+        for sandbox_id, handle in alive.items():
+            try:
+                adopted[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
+            except DsecError as error:
+                log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
+        strays = (state.live.keys() | state.ended.keys() | known.keys() | self._host.volume.list()) - adopted.keys()
+        for sandbox_id in strays:
+            await self.destroy(sandbox_id, known.get(sandbox_id, {}))
+        return adopted
+
+    async def _connect(self) -> ZygoteState:
+        """Connect to the zygote that runs, or start one; one of another version is replaced once nothing lives in it."""
+        programs = await asyncio.to_thread(build_native, self._host.state)
+        path, note = self._host.run / "zygote.sock", self._host.run / "zygote.version"
+        client = ZygoteClient(on_exit=self._on_exit, on_lost=self._on_lost)
+        try:
+            state = await client.connect(path)
+            if not state.live and note.read_text() != programs.name:
+                await client.shutdown()
+                raise Unavailable("the zygote was of another version")
+        except (Unavailable, FileNotFoundError):
+            await start_zygote(programs / "zygote", programs / "guest", path, unit=f"dsec-zygote-{self._host.run.name}")
+            note.write_text(programs.name)
+            state = await client.connect(path)
+        self._zygote = client
+        self._epoch = state.epoch & 0xFFFFFF
+        return state
+
+    async def close(self, *, keep: bool) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
+        for instance in self._instances.values():
+            instance.forget()
+            await instance.channel.close()
+        self._instances.clear()
+        if self._zygote is not None:
+            if keep:
+                self._zygote.close()
+            else:
+                with contextlib.suppress(Unavailable):
+                    await self._zygote.shutdown()
+        await asyncio.to_thread(self._host.pool.close, keep=keep)
+        await asyncio.to_thread(self._host.volume.close, keep=keep)
+        if not keep:
+            await asyncio.to_thread(self._host.layers.unmount_all)
+            self._host.views.remove()
+            remove_dev(self._host.run)
+            for name in ("zygote.sock", "zygote.version"):
+                (self._host.run / name).unlink(missing_ok=True)
+
+    # --- making ---
+
+    def check(self, spec: SandboxSpec) -> None:
+        for field, value in (("cpu_class", spec.cpu_class), ("network", spec.network), ("gpus", spec.gpus)):
+            if value is not None:
+                raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
+        if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+            raise InvalidRequest("workdir is an absolute path", field="workdir")
+        self._host.environments.get(spec.environment)
+
+    def reserve(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
+        cpus = self._cpus[sandbox_id] = self._host.picker.pick(spec.cpus)
+        return {
+            "slot": self._host.pool.reserve(_shape(spec)),
+            "disk_bytes": spec.disk_bytes,
+            "memory_bytes": spec.memory_bytes,
+            "cpus": spec.cpus,
+            "affinity": cpus,
+        }
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
+        try:
+            return await self._create(sandbox_id, spec, handle)
+        except BaseException as error:
+            await asyncio.shield(self.destroy(sandbox_id, handle))
+            if isinstance(error, OSError):
+                raise CreateFailed(f"the host refused a step: {error}", remedy="See `dsec doctor`.") from error
+            raise
+
+    async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
+        host, zygote = self._host, self._zygote
+        if zygote is None:
+            raise Unavailable("the zygote is being started again")
+        environment = host.environments.get(spec.environment)
+        lowers = tuple(str(host.layers.path(digest, ID_BASE)) for digest in environment.layers)
+        host.volume.check_space()
+        slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, ID_BASE)
+        upper, work = host.volume.make(sandbox_id, spec.disk_bytes, ID_BASE)
+        view = host.views.acquire(spec.cpus, spec.memory_bytes)
+        self._views.add(sandbox_id)
+        request = SpawnRequest(
+            sandbox=sandbox_id,
+            lowers=lowers,
+            upper=str(upper),
+            work=str(work),
+            id_base=ID_BASE,
+            id_count=ID_COUNT,
+            cgroup2=slot.v2,
+            cgroups=slot.v1,
+            dev=str(host.dev),
+            view=str(view),
+            hostname=spec.hostname,
+            cpus=tuple(handle["affinity"]),
+            oom_score_adj=OOM_SCORE_ADJ,
+            no_new_privs=spec.no_new_privs,
+        )
+        self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
+        spawning = self._spawning[sandbox_id] = asyncio.create_task(zygote.spawn(request), name=f"spawn {sandbox_id}")
+        spawned = await asyncio.shield(spawning)
+        del self._spawning[sandbox_id]
+        return await self._serve(sandbox_id, spawned, slot, spec.disk_bytes)
+
+    async def _serve(self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int) -> ContainerInstance:
+        if spawned.pidfd >= 0:
+            os.close(spawned.pidfd)  # cgroups and the zygote's word do better
+        channel = await SocketChannel.open(
+            spawned.channel,
+            clock=self._clock,
+            spool=Spool(self._host.volume.root / "spool" / sandbox_id),
+            on_broken=partial(log.warning, "sandbox %s: its guest broke the protocol: %s", sandbox_id),
+        )
+        instance = ContainerInstance(
+            sandbox_id,
+            channel,
+            slot,
+            exited=self._exits[sandbox_id],
+            disk_used=self._host.volume.used_bytes,
+            disk_limit_bytes=disk_bytes,
+        )
+        self._instances[sandbox_id] = instance
+        return instance
+
+    async def _adopt(self, sandbox_id: str, handle: Handle, slot: Slot) -> ContainerInstance:
+        assert self._zygote is not None
+        spawned = await self._zygote.attach(sandbox_id)
+        self._cpus[sandbox_id] = tuple(handle["affinity"])
+        self._host.picker.adopt(self._cpus[sandbox_id], handle["cpus"])
+        self._host.views.acquire(handle["cpus"], handle["memory_bytes"])
+        self._views.add(sandbox_id)
+        return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
+
+    # --- ending ---
+
+    def _on_exit(self, sandbox_id: str, pid: int, status: int) -> None:
+        exited = self._exits.get(sandbox_id)
+        if exited is not None and not exited.done():
+            exited.set_result(status)
+        instance = self._instances.get(sandbox_id)
+        if instance is not None:
+            instance.note_end(_why(instance, status))
+
+    def _on_lost(self) -> None:
+        """The zygote died; its guests die with it."""
+        if self._zygote is None:
+            return  # it is being connected to: whoever does that hears of it
+        self._zygote = None
+        for exited in self._exits.values():
+            if not exited.done():
+                exited.set_result(signal.SIGKILL)
+        for instance in list(self._instances.values()):
+            instance.slot.kill()
+            instance.note_end(InstanceEnd(Cause.NODE_LOST, "the zygote died"))
+        self._restart = asyncio.create_task(self._start_again(), name="zygote restart")
+
+    async def _start_again(self) -> None:
+        delay_s = 0.1
+        while True:
+            try:
+                await self._connect()
+                return
+            except DsecError as error:
+                log.error("the zygote cannot be started again: %s", error)
+            await self._clock.sleep(delay_s)
+            delay_s = min(30.0, delay_s * 2)
+
+    async def destroy(self, sandbox_id: str, handle: Handle) -> None:
+        instance = self._instances.pop(sandbox_id, None)
+        if instance is not None:
+            instance.forget()
+        slot = self._host.pool.find(handle["slot"], sandbox_id) if handle else None
+        spawning = self._spawning.pop(sandbox_id, None)
+        if spawning is not None:
+            await self._abandon(spawning, slot)
+        if slot is not None:
+            slot.kill()
+        exited = self._exits.get(sandbox_id)
+        if exited is not None and not exited.done() and (instance is not None or spawning is not None or not handle):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_WAIT_S):
+                    await asyncio.shield(exited)
+        self._exits.pop(sandbox_id, None)
+        if instance is not None:
+            await instance.channel.close()
+        if slot is not None:
+            self._host.pool.give_back(slot)
+        elif handle:
+            self._host.pool.cancel(handle["slot"])
+        if (cpus := self._cpus.pop(sandbox_id, None)) is not None:
+            self._host.picker.release(cpus, handle["cpus"])
+        if sandbox_id in self._views:
+            self._views.discard(sandbox_id)
+            self._host.views.release(handle["cpus"], handle["memory_bytes"])
+        self._host.volume.remove(sandbox_id)
+        self._host.volume.remove_spool(sandbox_id)
+        if self._zygote is not None:
+            with contextlib.suppress(Unavailable):
+                await self._zygote.forget(sandbox_id)
+
+    @staticmethod
+    async def _abandon(spawning: asyncio.Task[Spawned], slot: Slot | None) -> None:
+        """A spawn whose creator went away: it may still put a process into the slot, so wait for the answer."""
+        try:
+            spawned = await spawning
+        except DsecError:
+            return
+        spawned.channel.close()
+        if spawned.pidfd >= 0:
+            os.close(spawned.pidfd)
+        if slot is not None:
+            slot.kill()
+
+
+def _shape(spec: SandboxSpec) -> Shape:
+    return Shape(spec.memory_bytes, spec.cpus, spec.pids)
+
+
+def _why(instance: ContainerInstance, status: int) -> InstanceEnd:
+    """Nothing inside can send pid 1 a signal that it doesn't handle, so a SIGKILL came from outside, or from the kernel
+    for memory."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGKILL and instance.usage().oom_kills:
+            return InstanceEnd(Cause.MEMORY_LIMIT, "the kernel ended the whole sandbox for its memory limit")
+        if number == signal.SIGKILL:
+            return InstanceEnd(Cause.PLATFORM_KILLED, "pid 1 inside was killed from outside")
+        return InstanceEnd(Cause.GUEST_EXITED, f"pid 1 inside ended by signal {number}")
+    return InstanceEnd(Cause.GUEST_EXITED, f"pid 1 inside ended with code {os.WEXITSTATUS(status)}")

@@ -1,0 +1,62 @@
+"""`ports.Instance` of a container: its channel, its cgroups, its disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dsec.channel import SocketChannel
+from dsec.kernel.cgroups import Slot
+from dsec.ports import InstanceEnd, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+
+class ContainerInstance:
+    """A running container sandbox."""
+
+    __slots__ = ("_channel", "_disk_limit_bytes", "_disk_used", "_end", "_sandbox_id", "exited", "slot")
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        channel: SocketChannel,
+        slot: Slot,
+        *,
+        exited: asyncio.Future[int],
+        disk_used: Callable[[str], int],
+        disk_limit_bytes: int,
+    ) -> None:
+        self._sandbox_id = sandbox_id
+        self._channel = channel
+        self.slot = slot
+        self.exited = exited
+        """Resolves with pid 1's wait status when it is gone, however it ended."""
+        self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
+        self._disk_used = disk_used
+        self._disk_limit_bytes = disk_limit_bytes
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._sandbox_id
+
+    @property
+    def channel(self) -> SocketChannel:
+        return self._channel
+
+    def ended(self) -> Awaitable[InstanceEnd]:
+        return self._end
+
+    def usage(self) -> Usage:
+        return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
+
+    def note_end(self, end: InstanceEnd) -> None:
+        """It is gone by itself."""
+        if not self._end.done():
+            self._end.set_result(end)
+
+    def forget(self) -> None:
+        """It is destroyed on purpose: nobody hears of its end any more."""
+        self._end.cancel()

@@ -1,0 +1,66 @@
+"""Compiles zygote and guest with the system's C compiler, once per version of their sources.
+
+Owns `<state>/native/<digest>/{zygote,guest}`, where the digest covers the sources, the flags and the compiler. The
+sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is pure Python and the
+client needs no compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import dsec
+from dsec.errors import Unsupported
+
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-static", "-fstack-protector-strong", "-Wall", "-Wextra")
+PROGRAMS = ("guest", "zygote")
+
+
+def source_dir() -> Path:
+    """Where the C sources are. Raises `Unsupported` in an installation without them."""
+    package = Path(dsec.__file__).parent
+    for candidate in (package / "_native", package.parent.parent / "native"):
+        if (candidate / "common" / "wire.h").is_file():
+            return candidate
+    raise Unsupported("this installation has no C sources", remedy="Install dsec[server] from a wheel or a checkout.")
+
+
+def build_native(state: Path) -> Path:
+    """The directory that holds the compiled `zygote` and `guest`, made where this version isn't there yet (~2 s).
+
+    Raises `Unsupported` where there is no C compiler, or it fails (with what it said).
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise Unsupported("no C compiler was found", remedy="Install one, on Debian: apt-get install gcc libc6-dev")
+    source = source_dir()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(version + repr(FLAGS).encode())
+    for path in sorted(p for part in ("common", *PROGRAMS) for p in (source / part).glob("*.[ch]")):
+        digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
+    target = state / "native" / digest.hexdigest()[:16]
+    if all((target / name).exists() for name in PROGRAMS):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        for name in PROGRAMS:
+            _compile(compiler, source, name, Path(temporary) / name)
+        target.mkdir(exist_ok=True)
+        for name in PROGRAMS:
+            (Path(temporary) / name).replace(target / name)
+    return target
+
+
+def _compile(compiler: str, source: Path, name: str, output: Path) -> None:
+    files = [str(path) for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
+    command = [compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}", "-o", str(output), *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Unsupported(
+            f"compiling {name} failed: {done.stderr.strip()[-2000:]}",
+            remedy="Install the C library's static version, on Debian: apt-get install gcc libc6-dev",
+        )
