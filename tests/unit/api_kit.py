@@ -36,6 +36,15 @@ class Served:
     def client(self, url: str | None = None, **options: Any) -> AsyncClient:
         return AsyncClient(url or self.url, self.key, **options)
 
+    async def restart(self) -> None:
+        """Another server over another edge on the same state and port; the fake machine's guests live on."""
+        port = int(self.url.rpartition(":")[2])
+        await self.server.stop()
+        await self.edge.close(keep=True)
+        self.edge = await self.kit.open()
+        self.server = ApiServer(Api(self.edge), "127.0.0.1", port, grace_s=0.5)
+        await self.server.start()
+
     async def raw(
         self, method: str, path: str, body: bytes = b"", *, key: str | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
@@ -88,15 +97,17 @@ def unchunked(data: bytes) -> bytes:
 async def served(root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edge) -> AsyncIterator[Served]:
     """`edge_type`: wraps the edge that the API sees."""
     kit = Kit(root)
-    async with kit.edge() as edge:
-        key = await edge.create_key("project", "test")
-        environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
-        server = ApiServer(Api(edge_type(edge), environments=lambda: environments), "127.0.0.1", 0, grace_s=0.5)
-        await server.start()
-        try:
-            yield Served(kit, edge, server, key)
-        finally:
-            await server.stop()
+    edge = await kit.open()
+    key = await edge.create_key("project", "test")
+    environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
+    server = ApiServer(Api(edge_type(edge), environments=lambda: environments), "127.0.0.1", 0, grace_s=0.5)
+    await server.start()
+    served = Served(kit, edge, server, key)
+    try:
+        yield served
+    finally:
+        await served.server.stop()
+        await served.edge.close(keep=False)
 
 
 @contextmanager
@@ -154,7 +165,11 @@ class CutProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         left = self.cuts.pop(0) if self.cuts else None
-        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.close()
+            return
         self._writers |= {writer, far_writer}
 
         async def forth() -> None:

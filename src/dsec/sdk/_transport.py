@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S = 10.0
 RETRY_S = 30.0
 _IDLE_S = 60.0
 """Idle connections are closed before the server would do it."""
-_FIRST_DELAY_S = 0.05
+_FIRST_DELAY_S = 0.01
 _MAX_DELAY_S = 2.0
 _RETRIED = frozenset({429, 502, 503, 504})
 _ERROR = msgspec.json.Decoder(ErrorBody)
@@ -169,7 +169,13 @@ class Transport:
     # --- the session ------------------------------------------------------------------------------------------------
 
     def _usable(self) -> bool:
-        return self._session is not None and self._loop is asyncio.get_running_loop() and self._pid == os.getpid()
+        session = self._session
+        return (
+            session is not None
+            and not session.closed
+            and self._loop is asyncio.get_running_loop()
+            and self._pid == os.getpid()
+        )
 
     async def _new_session(self) -> aiohttp.ClientSession:
         import aiohttp  # noqa: PLC0415
@@ -188,11 +194,12 @@ class Transport:
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
             read_bufsize=256 << 10,
         )
+        self._session._retry_connection = False  # it would repeat any PUT or DELETE, appending ones too
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         # An event loop closes the asynchronous generators that are still open when it ends, and so the session of a
         # client that nobody closed.
-        self._closer = _close_at_end(self)
+        self._closer = _close_at_end(self._session)
         await anext(self._closer)
         return self._session
 
@@ -230,11 +237,11 @@ class Retry:
         await asyncio.sleep(delay)
 
 
-async def _close_at_end(transport: Transport) -> AsyncGenerator[None]:
+async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        await transport._close_session()
+        await session.close()
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
