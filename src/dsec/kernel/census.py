@@ -8,6 +8,7 @@ files. Reads /proc and /sys only; needs root to see other users' processes whole
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,14 @@ class Census(Struct, frozen=True):
         return {name: len(getattr(self, name)) for name in self.__struct_fields__}
 
 
-def take(instance: str = "") -> Census:
-    """Count now. `instance`: only what belongs to the server of that instance (short digest of its state path)."""
+def instance_of(state: Path) -> str:
+    """The name under which the server of a state directory keeps its things on the host."""
+    return hashlib.sha256(os.fsencode(state.absolute())).hexdigest()[:8]
+
+
+def take(state: Path | None = None) -> Census:
+    """Count now. `state`: only what belongs to the server on that state directory."""
+    instance = "" if state is None else instance_of(state)
     group = f"dsec-{instance}"
     run = _RUN + (f"{instance}/" if instance else "")
     processes, namespaces = _processes(group, run)
@@ -57,7 +64,7 @@ def take(instance: str = "") -> Census:
         processes=frozenset(processes),
         mounts=frozenset(mounted),
         cgroups=frozenset(_cgroups(group)),
-        loops=frozenset(_loops()),
+        loops=frozenset(_loops(state)),
         swaps=frozenset(_swaps()),
         namespaces=frozenset(namespaces | held),
     )
@@ -98,11 +105,12 @@ def _cgroups(group: str) -> Iterator[str]:
                 yield directory
 
 
-def _loops() -> Iterator[str]:
+def _loops(state: Path | None) -> Iterator[str]:
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
             file = backing.read_text().strip()
-            if file.removesuffix(" (deleted)").endswith(("volume.btrfs", "layer.erofs")):
+            ours = file.removesuffix(" (deleted)").endswith(("volume.btrfs", "layer.erofs"))
+            if ours and (state is None or file.startswith(f"{state.absolute()}/")):
                 yield f"{backing.parts[3]} {file}"
 
 

@@ -83,13 +83,13 @@ async def run(options: Options, state: Path) -> int:
     """The whole job. Raises `DsecError` where the platform can't do it at all."""
     screen = Screen(make_console(quiet=options.as_json))
     began = time.monotonic()
-    before = census.take()
+    before = census.take(state)
     async with contextlib.AsyncExitStack() as stack:
         client, started = await stack.enter_async_context(_server(state, screen, keep=options.keep))
         result = await _job(client, state, options, screen)
     facts = result.facts
     if started and not options.keep:
-        beyond = census.take().beyond(before)
+        beyond = census.take(state).beyond(before)
         facts.append(_left(beyond))
     screen.facts(facts)
     surprises = [row.id for row in result.step.rows if row.surprise]
