@@ -1,38 +1,28 @@
 """Commands in sandboxes: keys, defaults, attaching, statuses.
 
 Owns the table of a sandbox's commands. Invariants: a key starts at most one command while the sandbox lives and its
-result is kept (and
-`max_kept_commands` results beyond that are remembered without their output); a caller that goes away stops nothing; an
-unkeyed command is released when its reader has seen the end, or by this edge when the reader went away.
-
-The guest keeps a key as 32 bytes, half the hash of the caller's key and half the hash of the request, so that an edge
-that takes over can tell a repeated request from a different one under the same key.
+result is remembered (the last `max_kept_commands` that ended); a caller that goes away stops nothing; an unkeyed
+command is released when its reader has seen the end, or by this edge when the reader went away.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-
-import msgspec
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.outcome import Asked, status_of
+from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
-from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, OutcomeUnknown, Unavailable
+from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
 from dsec.ports import Clock, Operation, Usage
-from dsec.spec.operations import Chunk, ExecFlag, Kind, OpRequest
-from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec, State, invalid_exec
+from dsec.spec.operations import Chunk, Kind, OpRequest
+from dsec.spec.sandbox import ExecSpec, ExecStatus, State
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_HALF_KEY = 16
 _USAGE_FRESH_S = 1.0
-_MAX_TIMEOUT_MS = (1 << 53) - 1
-_encode = msgspec.json.Encoder().encode
 
 
 class Command:
@@ -121,18 +111,18 @@ class Commands:
         """See `EdgeClient.exec`."""
         sandbox.running()
         sandbox.active_at = self._clock.monotonic()
-        _check(spec)
-        guest_key = None if spec.key is None else _guest_key(spec)
+        check(spec)
+        guest_key = None if spec.key is None else guest_key_of(spec)
         table = self._table(sandbox)
         if spec.key is not None and guest_key is not None:
-            known = table.get(guest_key[:_HALF_KEY])
+            known = table.get(guest_key[:HALF_KEY])
             if known is not None:
                 return await self._again(sandbox, known, spec.key, guest_key)
-        request, asked = _request(sandbox.record.spec, spec, guest_key)
+        request, asked = request_of(sandbox.record.spec, spec, guest_key)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
         if guest_key is not None:
             self._make_room(sandbox, table)
-            table[guest_key[:_HALF_KEY]] = command
+            table[guest_key[:HALF_KEY]] = command
         command.starting = self._tasks.spawn(self._start(sandbox, command, request))
         quiet(command.starting)
         try:
@@ -185,10 +175,10 @@ class Commands:
         are dropped by the channel when they end.)"""
         for operation in sandbox.running().channel.operations():
             key = operation.key
-            if operation.kind is Kind.EXEC and key is not None and len(key) == 2 * _HALF_KEY:
+            if operation.kind is Kind.EXEC and key is not None and len(key) == 2 * HALF_KEY:
                 command = Command("", key, Asked(), self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
                 command.operation = operation
-                self._table(sandbox)[key[:_HALF_KEY]] = command
+                self._table(sandbox)[key[:HALF_KEY]] = command
 
     async def events(
         self, sandbox: Sandbox, command: Command, stdout_from: int, stderr_from: int
@@ -238,7 +228,7 @@ class Commands:
             return None
         if key.startswith("~"):
             return table.get(int(key[1:])) if key[1:].isascii() and key[1:].isdigit() else None
-        return table.get(_hash(key))
+        return table.get(hash_of(key))
 
     async def _again(self, sandbox: Sandbox, command: Command, key: str, guest_key: bytes) -> RunningCommand:
         if command.guest_key != guest_key:
@@ -344,72 +334,7 @@ class Commands:
             )
 
 
-def _check(spec: ExecSpec) -> None:
-    try:
-        why = invalid_exec(spec)
-    except UnicodeEncodeError:
-        why = "argv or env hold characters that have no bytes (lone surrogates)"
-    if why is not None:
-        raise InvalidRequest(why)
-
-
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:_HALF_KEY]
-
-
-def _guest_key(spec: ExecSpec) -> bytes:
-    key = spec.key or ""
-    if key.startswith("~") or not 1 <= len(key) <= 120:
-        raise InvalidRequest("a key has 1 to 120 characters and does not begin with '~'", field="key")
-    strings: list[object] = [spec.argv, spec.env, spec.cwd, spec.user, spec.stdin, spec.command_timeout_s]
-    strings += [spec.output_bytes, spec.merge_stderr, spec.kill_leftovers]
-    try:
-        request = _encode(strings)
-    except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
-        request = repr(strings).encode("ascii", "backslashreplace")
-    return _hash(key) + hashlib.sha256(request).digest()[:_HALF_KEY]
-
-
 def _ident(command: Command) -> bytes | int | None:
     if command.guest_key is not None:
-        return command.guest_key[:_HALF_KEY]
+        return command.guest_key[:HALF_KEY]
     return None if command.operation is None else command.operation.op
-
-
-def _request(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) -> tuple[OpRequest, Asked]:
-    """The guest's request: the command's own values over the sandbox's over the defaults."""
-    user = spec.user if spec.user is not None else sandbox.user
-    cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
-    env = {"PATH": PATH}
-    if user in ("root", "0"):
-        env["HOME"] = "/root"
-    env.update(sandbox.env)
-    env.update(spec.env)
-    timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s
-    output_bytes = spec.output_bytes if spec.output_bytes is not None else sandbox.output_bytes
-    flags = ExecFlag(0)
-    if spec.stdin:
-        flags |= ExecFlag.STDIN
-    if spec.kill_leftovers:
-        flags |= ExecFlag.KILL_LEFTOVERS
-    if spec.merge_stderr:
-        flags |= ExecFlag.MERGE
-    try:
-        request = OpRequest(
-            argv=tuple([_bytes(argument) for argument in spec.argv]),
-            env=tuple([_bytes(f"{name}={value}") for name, value in env.items()]),
-            cwd=_bytes(cwd),
-            user=_bytes(user),
-            timeout_ms=None if timeout_s is None else min(max(1, round(timeout_s * 1000)), _MAX_TIMEOUT_MS),
-            output_cap=output_bytes,
-            key=guest_key,
-            flags=flags,
-            open_files=sandbox.open_files,
-        )
-    except UnicodeEncodeError:
-        raise InvalidRequest("argv, env, cwd or user hold characters that have no bytes (lone surrogates)") from None
-    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes)
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
@@ -24,10 +23,11 @@ from msgspec.structs import replace
 from dsec.edge.client import Created
 from dsec.edge.config import Capacity, EdgeConfig
 from dsec.edge.gate import Gate
+from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
-from dsec.edge.tasks import Tasks, log, quiet
+from dsec.edge.tasks import Tasks, bug, log, quiet
 from dsec.edge.timers import Due, Timers
-from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Internal, Unavailable
+from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
@@ -36,8 +36,6 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, State
 
 T = TypeVar("T")
-_RETRY_S = 0.2
-_MAX_RETRY_S = 60.0
 
 
 class Lives:
@@ -57,7 +55,6 @@ class Lives:
         self.names: dict[tuple[str, str, str], Sandbox] = {}
         self.created_total = 0
         self.failed_total = 0
-        self.ending = 0
         self._backends = backends
         self._journal = journal
         self._clock = clock
@@ -65,10 +62,11 @@ class Lives:
         self._tasks = tasks
         self.gate = Gate(config, capacity, self._admitted)
         self.timers = Timers(clock, tasks, self._due)
-        self._to_end: deque[Sandbox] = deque()
-        self._ending_now = 0
+        self.removals = Removals(
+            journal=journal, clock=clock, config=config, tasks=tasks, timers=self.timers, removed=self._removed
+        )
         self._empty = asyncio.Event()
-        self._calm = asyncio.Event()
+        self._none_starts = asyncio.Event()
 
     @property
     def stuck(self) -> int:
@@ -122,10 +120,11 @@ class Lives:
         except DsecError as error:
             failure = error
         except Exception as error:  # noqa: BLE001  a backend's bug must not leave behind what it made
-            failure = _bug(f"the backend {sandbox.record.backend!r} failed", error)
+            failure = bug(f"the backend {sandbox.record.backend!r} failed", error)
         finally:
             self.gate.started()
-            self._note_calm()
+            if not self.gate.starting:
+                self._none_starts.set()
         if failure is not None:
             self._failed(sandbox, failure)
 
@@ -198,53 +197,11 @@ class Lives:
     def _queue_end(self, sandbox: Sandbox) -> None:
         self.timers.set(("life", sandbox.id), None)
         self.timers.set(("lost", sandbox.id), None)
-        self.ending += 1
-        self._to_end.append(sandbox)
-        self._pump_ends()
+        self.removals.add(sandbox)
 
-    def _pump_ends(self) -> None:
-        while self._to_end and self._ending_now < self._config.max_ending:
-            self._ending_now += 1
-            self._tasks.spawn(self._take_down(self._to_end.popleft()))
-
-    async def _take_down(self, sandbox: Sandbox) -> None:
-        try:
-            try:
-                await self._journal.put(sandbox.record)
-            except DsecError as error:  # resources matter more than the record of why
-                log.warning("sandbox %s: its cause is not on record: %s", sandbox.id, error)
-            await sandbox.backend.destroy(sandbox.id, sandbox.record.handle)
-            if sandbox.instance is not None:
-                await sandbox.instance.channel.close()
-            ended = replace(sandbox.record, state=next_state(sandbox.state, Event.CLEANED), ended_at=self._clock.now())
-            await self._journal.put(ended)
-        except DsecError as error:
-            self._still_there(sandbox, error)
-        except Exception as error:  # noqa: BLE001  what can't be removed stays on record and is tried again
-            self._still_there(sandbox, _bug(f"the backend {sandbox.record.backend!r} failed to remove it", error))
-        else:
-            sandbox.record = ended
-            self.ending -= 1
-            self.gate.left(sandbox)
-            self._forget(sandbox)
-        finally:
-            self._ending_now -= 1
-            self._pump_ends()
-            self._note_calm()
-
-    def _still_there(self, sandbox: Sandbox, error: DsecError) -> None:
-        delay_s = min(_MAX_RETRY_S, _RETRY_S * 2**sandbox.removal_failures)
-        sandbox.removal_failures += 1
-        log.warning("sandbox %s: removal failed (%s); again in %g s", sandbox.id, error, delay_s)
-        waiting, sandbox.ended = sandbox.ended, None
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(
-                Unavailable(
-                    f"sandbox {sandbox.id} could not be removed yet: {error.message}",
-                    remedy="The server goes on trying; delete it again to wait for it.",
-                )
-            )
-        self.timers.set(("remove", sandbox.id), self._clock.monotonic() + delay_s)
+    def _removed(self, sandbox: Sandbox) -> None:
+        self.gate.left(sandbox)
+        self._forget(sandbox)
 
     def ended(self, sandbox: Sandbox) -> asyncio.Future[SandboxInfo]:
         """Resolves (shared: shield it) when nothing of it is left; fails where an attempt to remove it failed."""
@@ -351,8 +308,7 @@ class Lives:
         elif what == "queue":
             self._refuse(sandbox)
         elif what == "remove":
-            self._to_end.append(sandbox)
-            self._pump_ends()
+            self.removals.retry(sandbox)
         elif sandbox.state is not State.RUNNING:
             return
         elif what == "life":
@@ -466,16 +422,17 @@ class Lives:
             if self.gate.leave_queue(sandbox):
                 self._settle_ready(sandbox, Unavailable("the server is stopping", remedy="Try again when it is back."))
                 self._forget(sandbox)
-        if self._unsettled():
-            self._calm.clear()
-            await _wait(self._calm, timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for busy, calm in ((self._is_starting, self._none_starts), (self._is_removing, self.removals.idle)):
+            if busy():
+                calm.clear()
+                await _wait(calm, max(0.0, deadline - asyncio.get_running_loop().time()))
 
-    def _note_calm(self) -> None:
-        if not self._unsettled():
-            self._calm.set()
+    def _is_starting(self) -> bool:
+        return self.gate.starting > 0
 
-    def _unsettled(self) -> bool:
-        return self.gate.starting > 0 or self._ending_now > 0
+    def _is_removing(self) -> bool:
+        return self.removals.active > 0
 
     async def _until_empty(self, timeout_s: float) -> bool:
         if not self.sandboxes:
@@ -490,10 +447,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _bug(what: str, error: BaseException) -> DsecError:
-    log.error("%s", what, exc_info=error)
-    failure = Internal(f"{what}: {type(error).__name__}: {error}", remedy="Report this together with the server's log.")
-    failure.__cause__ = error
-    return failure

@@ -249,7 +249,7 @@ class Edge:
             live=gate.live,
             starting=gate.starting,
             queued=gate.queued,
-            ending=lives.ending,
+            ending=lives.removals.pending,
             max_live=gate.limits.max_live,
             max_starting=gate.limits.max_starting,
             memory_committed_bytes=gate.committed_bytes,

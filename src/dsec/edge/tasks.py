@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from dsec.errors import DsecError, Internal
+
 T = TypeVar("T")
 log = logging.getLogger("dsec.edge")
 
@@ -48,3 +50,11 @@ def quiet(future: asyncio.Future[Any]) -> None:
 def _retrieve(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
+
+
+def bug(what: str, error: BaseException) -> DsecError:
+    """The error for callers where something failed that should not have; the log has all of it."""
+    log.error("%s", what, exc_info=error)
+    failure = Internal(f"{what}: {type(error).__name__}: {error}", remedy="Report this together with the server's log.")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,89 @@
+"""From a caller's `ExecSpec` to the guest's request: checks, defaults, keys. Pure.
+
+The guest keeps a key as 32 bytes, half the hash of the caller's key and half the hash of the request, so that an edge
+that takes over can tell a repeated request from a different one under the same key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from dsec.edge.outcome import Asked
+from dsec.errors import InvalidRequest
+from dsec.spec.operations import ExecFlag, OpRequest
+from dsec.spec.sandbox import ExecSpec, SandboxSpec, invalid_exec
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HALF_KEY = 16
+_MAX_TIMEOUT_MS = (1 << 53) - 1
+_encode = msgspec.json.Encoder().encode
+
+
+def check(spec: ExecSpec) -> None:
+    """Raises `InvalidRequest` for what the kernel could never run."""
+    try:
+        why = invalid_exec(spec)
+    except UnicodeEncodeError:
+        why = "argv or env hold characters that have no bytes (lone surrogates)"
+    if why is not None:
+        raise InvalidRequest(why)
+
+
+def hash_of(key: str) -> bytes:
+    """The first half of a guest key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:HALF_KEY]
+
+
+def guest_key_of(spec: ExecSpec) -> bytes:
+    """The whole guest key of a request that has a key. Raises `InvalidRequest` for a bad key."""
+    key = spec.key or ""
+    if key.startswith("~") or not 1 <= len(key) <= 120:
+        raise InvalidRequest("a key has 1 to 120 characters and does not begin with '~'", field="key")
+    strings: list[object] = [spec.argv, spec.env, spec.cwd, spec.user, spec.stdin, spec.command_timeout_s]
+    strings += [spec.output_bytes, spec.merge_stderr, spec.kill_leftovers]
+    try:
+        request = _encode(strings)
+    except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
+        request = repr(strings).encode("ascii", "backslashreplace")
+    return hash_of(key) + hashlib.sha256(request).digest()[:HALF_KEY]
+
+
+def request_of(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) -> tuple[OpRequest, Asked]:
+    """The guest's request: the command's own values over the sandbox's over the defaults."""
+    user = spec.user if spec.user is not None else sandbox.user
+    cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
+    env = {"PATH": PATH}
+    if user in ("root", "0"):
+        env["HOME"] = "/root"
+    env.update(sandbox.env)
+    env.update(spec.env)
+    timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s
+    output_bytes = spec.output_bytes if spec.output_bytes is not None else sandbox.output_bytes
+    flags = ExecFlag(0)
+    if spec.stdin:
+        flags |= ExecFlag.STDIN
+    if spec.kill_leftovers:
+        flags |= ExecFlag.KILL_LEFTOVERS
+    if spec.merge_stderr:
+        flags |= ExecFlag.MERGE
+    try:
+        request = OpRequest(
+            argv=tuple([_bytes(argument) for argument in spec.argv]),
+            env=tuple([_bytes(f"{name}={value}") for name, value in env.items()]),
+            cwd=_bytes(cwd),
+            user=_bytes(user),
+            timeout_ms=None if timeout_s is None else min(max(1, round(timeout_s * 1000)), _MAX_TIMEOUT_MS),
+            output_cap=output_bytes,
+            key=guest_key,
+            flags=flags,
+            open_files=sandbox.open_files,
+        )
+    except UnicodeEncodeError:
+        raise InvalidRequest("argv, env, cwd or user hold characters that have no bytes (lone surrogates)") from None
+    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
