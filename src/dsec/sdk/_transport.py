@@ -14,7 +14,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from yarl import URL
 
 T = TypeVar("T")
-Body = bytes | Callable[[], Any] | None
-"""Bytes, or a function that gives aiohttp's `data` afresh for each attempt."""
+Body = bytes | Callable[[], AsyncIterable[bytes]] | None
+"""Bytes, or a function that gives the chunks afresh for each attempt."""
 
 CONNECT_TIMEOUT_S = 10.0
 RETRY_S = 30.0
@@ -139,9 +139,12 @@ class Transport:
         while True:
             session = self._session if self._usable() else await self._new_session()
             assert session is not None
+            source = _Source(body()) if callable(body) else None
             try:
-                response = await session.request(method, url, data=body() if callable(body) else body, headers=headers)
+                response = await session.request(method, url, data=source or body, headers=headers)
             except errors as error:
+                if source is not None and source.error is not None:
+                    raise source.error from None
                 connecting = isinstance(error, _connect_errors())
                 if connecting and not self._reached:
                     raise self._unreachable(error) from error
@@ -212,6 +215,22 @@ class Transport:
         session, self._session = self._session, None
         if session is not None and self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
             await session.close()
+
+
+class _Source:
+    """A streamed body; keeps what its chunks' maker raised, which aiohttp turns into a connection error."""
+
+    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
+        self._chunks = chunks
+        self.error: Exception | None = None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class Retry:
