@@ -66,7 +66,6 @@ class Reaper:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.fixture(autouse=True)

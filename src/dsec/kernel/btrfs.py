@@ -29,6 +29,7 @@ def _request(direction: int, number: int, size: int) -> int:
 
 _ARGS = 4096  # struct btrfs_ioctl_vol_args: s64 fd, 4088 bytes of name
 _SUBVOL_CREATE = _request(_WRITE, 14, _ARGS)
+_SYNC = _request(0, 8, 0)
 _SNAP_DESTROY = _request(_WRITE, 15, _ARGS)
 _INO_LOOKUP = _request(_READ | _WRITE, 18, _ARGS)
 _FS_INFO = _request(_READ, 31, 1024)
@@ -70,6 +71,14 @@ def destroy_subvolume(dirfd: int, name: str) -> None:
         f"destroy subvolume {name}",
         {errno.ENOTEMPTY: "another subvolume is in it", errno.EINVAL: "an ordinary directory"},
     )
+
+
+def sync(fd: int) -> None:
+    """Commit, and have the kernel begin at once to free what was destroyed; else it does within the commit interval."""
+    try:
+        fcntl.ioctl(fd, _SYNC)
+    except OSError as error:
+        raise KernelError(error.errno or 0, "sync a btrfs file system") from None
 
 
 def root_id(fd: int) -> int:
