@@ -7,10 +7,11 @@ Then idle sandboxes are weighed. Exit code 1 where something failed.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Plan(Struct, frozen=True):
 def command(state: Path | None, as_json: bool, **fields: Any) -> int:
     result = asyncio.run(measure(Plan(**fields), state or default_state()))
     write_result(result, as_json=as_json)
-    return 1 if result["failures"] else 0
+    return 1 if result["failures"] or any(peer["failures"] for peer in result["peers"].values()) else 0
 
 
 def main(arguments: list[str]) -> int:
@@ -72,8 +73,7 @@ def main(arguments: list[str]) -> int:
 async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     """All figures, by their keys. Raises `DsecError` where the server doesn't start."""
     async with AsyncExitStack() as stack:
-        work = Path(tempfile.mkdtemp(prefix="dsec-bench-"))
-        stack.callback(shutil.rmtree, work)
+        work = stack.enter_context(_work())
         server = await LocalServer.start(state, "--port", "0")
         stack.push_async_callback(server.stop)
         client, spec = server.client, SandboxSpec(environment=plan.environment)
@@ -90,10 +90,21 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         (work / "bare").mkdir()
         bare = await stack.enter_async_context(BareZygote(base, work / "bare", state, plan.group))
 
-        turns = await _rounds(lambda count: load.groups(client, spec, count, plan.group), bare, found, worker, plan)
+        processes = {"client": os.getpid(), "server": server.pid, "zygote": meter.zygote_of(state)}
+        spent = dict.fromkeys([*processes, "count"], 0.0)
+
+        async def ours(count: int) -> Turn:
+            before = {name: meter.cpu_s([pid]) for name, pid in processes.items()}
+            turn = await load.groups(client, spec, count, plan.group)
+            for name, pid in processes.items():
+                spent[name] += meter.cpu_s([pid]) - before[name]
+            spent["count"] += turn.count
+            return turn
+
+        turns = await _rounds(ours, bare, found, worker, plan)
         alone = await load.one_at_a_time(client, spec, plan.alone)
         say(f"one at a time: create p50 {percentile(alone.create_ms, 50):.2f} ms")
-        weight = await _weigh(client, spec, plan, server.pid) if plan.live else {}
+        weight = await _weigh(client, spec, plan, processes) if plan.live else {}
     failures = sum(turn.failures for turn in turns[OURS] + turns[BARE]) + alone.failures
     return {
         **{f"vs_{name}": _rounded(ratio(turns, OURS, name)) for name in ("crun", "runc", "bwrap", BARE)},
@@ -104,6 +115,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         "failures": failures,
         "first_failure": next((turn.error for name in (OURS, BARE) for turn in turns[name] if turn.error), ""),
         "per_s": {name: round(median_rate(rates), 1) for name, rates in turns.items()},
+        "cpu_ms_each": {name: round(1e3 * spent[name] / spent["count"], 2) for name in processes},
         "rounds": plan.rounds,
         "at_once": plan.group,
         "peers": {
@@ -117,6 +129,16 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         },
         "peers_missing": missing,
     }
+
+
+@contextmanager
+def _work() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="dsec-bench-"))
+    path.chmod(0o711)  # root inside a user namespace has to get through
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 async def _rounds(
@@ -144,19 +166,19 @@ async def _rounds(
     return await interleave(contestants, plan.rounds, told)
 
 
-async def _weigh(client: AsyncClient, spec: SandboxSpec, plan: Plan, server_pid: int) -> dict[str, Any]:
+async def _weigh(client: AsyncClient, spec: SandboxSpec, plan: Plan, processes: dict[str, int]) -> dict[str, Any]:
     """Memory of idle sandboxes, system-wide, and the CPU that they cost while nobody asks anything."""
     before = await meter.settled_memory()
-    server_before = meter.resident_kib(server_pid)
+    server_before = meter.resident_kib(processes["server"])
     sandboxes = await load.make(client, spec, plan.live)
     try:
         after = await meter.settled_memory()
-        server_after = meter.resident_kib(server_pid)
+        server_after = meter.resident_kib(processes["server"])
         per = {
             field: round((getattr(after, field) - getattr(before, field)) / plan.live, 1)
             for field in after.__struct_fields__
         }
-        busy = await meter.cpu_percent([server_pid, *meter.named("dsec-zygote")], plan.idle_s)
+        busy = await meter.cpu_percent([processes["server"], processes["zygote"]], plan.idle_s)
         say(f"{plan.live} idle: {per['used_kib']} KiB each, {busy:.2f} % of a core")
     finally:
         await client.kill_many(sandboxes)

@@ -73,7 +73,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
             say(f"one at a time: p50 {percentile(times, 50):.2f} ms, p99 {percentile(times, 99):.2f} ms")
             turn = await load.exec_parallel(sandboxes, plan.parallel, plan.at_once)
             say(f"{plan.at_once} at once: {turn.rate:.0f}/s, {turn.failures} failed")
-            watched = {"server": server.pid, "client": os.getpid(), **_holders(server.pid)}
+            watched = {"server": server.pid, "client": os.getpid(), **_holders(state)}
             before = {name: meter.resident_kib(pid) for name, pid in watched.items()}
             for pid in watched.values():
                 meter.reset_peak(pid)
@@ -103,11 +103,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     }
 
 
-def _holders(server_pid: int) -> dict[str, int]:
+def _holders(state: Path) -> dict[str, int]:
     """The zygote, and the largest guest: each by a name."""
-    found = {}
-    for zygote in meter.named("dsec-zygote"):
-        found["zygote"] = zygote
-        guests = sorted(meter.descendants(zygote), key=meter.resident_kib)
-        found |= {"guest": guests[-1]} if guests else {}
-    return {name: pid for name, pid in found.items() if pid != server_pid}
+    zygote = meter.zygote_of(state)
+    return {"zygote": zygote, "guest": max(meter.descendants(zygote), key=meter.resident_kib)}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from dsec.kernel.census import instance_of
+
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -105,14 +107,14 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def named(name: str) -> list[int]:
-    """All processes whose command has this name."""
-    found = []
+def zygote_of(state: Path) -> int:
+    """The zygote of the server on this state directory. Raises LookupError where none runs."""
+    mark = f"/{instance_of(state)}/zygote.sock".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if (entry / "comm").read_text().strip() == name:
-                found.append(int(entry.name))
-    return found
+            if (entry / "comm").read_text() == "dsec-zygote\n" and mark in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+    raise LookupError(f"no zygote serves {state}")
 
 
 def _status(pid: int, field: str) -> int:
