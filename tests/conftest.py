@@ -8,6 +8,7 @@ DSEC_TEST_SHARED_HOST=1: only what can't be theirs counts then.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 import time
@@ -46,6 +47,27 @@ def _children() -> dict[int, str]:
 
 
 if sys.platform == "linux":
+
+    @pytest.fixture(scope="session")
+    def debian_store() -> Path:
+        """A `store` directory with the environment `debian`, built once for each version of the builder and kept
+        between runs. A test links it into a state directory of its own (`debian_state`)."""
+        from dsec.store import build, environments, layers
+
+        modules = (build, environments, layers)
+        version = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
+        state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
+        state.mkdir(parents=True, exist_ok=True)
+        environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
+        return state / "store"
+
+    @pytest.fixture
+    def debian_state(debian_store: Path, tmp_path: Path) -> Path:
+        """A fresh state directory in which the environment `debian` exists."""
+        state = tmp_path / "state"
+        state.mkdir(mode=0o700)
+        (state / "store").symlink_to(debian_store)
+        return state
 
     @pytest.fixture(scope="session", autouse=True)
     def _leaves_nothing() -> Iterator[None]:

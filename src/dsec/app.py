@@ -67,12 +67,10 @@ def open_environments(config: Config) -> EnvironmentStore:
     return EnvironmentStore(config.state, LayerStore(config.state))
 
 
-@asynccontextmanager
-async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, keep: bool = True) -> AsyncIterator[Edge]:
-    """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
-    nothing of it is left.
+def open_host(config: Config) -> Host:
+    """What the container backend stands on: kernel settings, data volume, layers, cgroups. The backend closes it.
 
-    Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory.
+    Raises `PermissionDenied` for who isn't root.
     """
     if os.geteuid() != 0:
         raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
@@ -84,24 +82,32 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
     environments = open_environments(config)
     layers = LayerMounts(config.run, environments.layers)
     layers.open()
-    views = Views(config.run)
-    volume = await asyncio.to_thread(Volume.open, config.state, config.run, ledger)
-    host = Host(
+    return Host(
         state=config.state,
         run=config.run,
-        volume=volume,
+        volume=Volume.open(config.state, config.run, ledger),
         environments=environments,
         layers=layers,
-        views=views,
+        views=Views(config.run),
         cgroups=CgroupRoot.detect(f"dsec-{config.instance}", config.run / "cgroup2"),
     )
+
+
+@asynccontextmanager
+async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, keep: bool = True) -> AsyncIterator[Edge]:
+    """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
+    nothing of it is left.
+
+    Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory.
+    """
+    host = await asyncio.to_thread(open_host, config)
     clock = SystemClock()
     edge = await Edge.open(
         {"container": ContainerBackend(host, clock)},
         config.state,
         clock=clock,
         config=edge_config,
-        capacity=HostCapacity(volume.root),
+        capacity=HostCapacity(host.volume.root),
     )
     try:
         yield edge

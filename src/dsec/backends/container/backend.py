@@ -75,7 +75,7 @@ class ContainerBackend:
     api_version: ClassVar[int] = 1
 
     def __init__(self, host: Host, clock: Clock) -> None:
-        self._host = host
+        self.host = host
         self._clock = clock
         self._instances: dict[str, ContainerInstance] = {}
         self._spawning: dict[str, asyncio.Task[Spawned]] = {}
@@ -90,12 +90,16 @@ class ContainerBackend:
     def epoch(self) -> int:
         return self._epoch
 
+    def pid(self, sandbox_id: str) -> int:
+        """The host's number of a running sandbox's pid 1. Raises KeyError."""
+        return self._instances[sandbox_id].pid
+
     # --- opening and closing ---
 
     async def open(self, known: dict[str, Handle]) -> dict[str, ContainerInstance]:
         state = await self._connect()
         slots = await asyncio.to_thread(
-            self._host.pool.open, {handle["slot"]: sandbox_id for sandbox_id, handle in known.items() if handle}
+            self.host.pool.open, {handle["slot"]: sandbox_id for sandbox_id, handle in known.items() if handle}
         )
         # The pool has killed everything that isn't known; what the zygote still counts as live is on its way out.
         alive = {i: known[i] for i in known if i in state.live and known[i] and known[i]["slot"] in slots}
@@ -107,15 +111,15 @@ class ContainerBackend:
                 adopted[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
             except DsecError as error:
                 log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
-        strays = (state.live.keys() | state.ended.keys() | known.keys() | self._host.volume.list()) - adopted.keys()
+        strays = (state.live.keys() | state.ended.keys() | known.keys() | self.host.volume.list()) - adopted.keys()
         for sandbox_id in strays:
             await self.destroy(sandbox_id, known.get(sandbox_id, {}))
         return adopted
 
     async def _connect(self) -> ZygoteState:
-        """Connect to the zygote that runs, or start one; one of another version is replaced once nothing lives in it."""
-        programs = await asyncio.to_thread(build_native, self._host.state)
-        path, note = self._host.run / "zygote.sock", self._host.run / "zygote.version"
+        """Connect to the zygote that runs, or start one. One of another version goes when nothing lives in it."""
+        programs = await asyncio.to_thread(build_native, self.host.state)
+        path, note = self.host.run / "zygote.sock", self.host.run / "zygote.version"
         client = ZygoteClient(on_exit=self._on_exit, on_lost=self._on_lost)
         try:
             state = await client.connect(path)
@@ -123,7 +127,7 @@ class ContainerBackend:
                 await client.shutdown()
                 raise Unavailable("the zygote was of another version")
         except (Unavailable, FileNotFoundError):
-            await start_zygote(programs / "zygote", programs / "guest", path, unit=f"dsec-zygote-{self._host.run.name}")
+            await start_zygote(programs / "zygote", programs / "guest", path, unit=f"dsec-zygote-{self.host.run.name}")
             note.write_text(programs.name)
             state = await client.connect(path)
         self._zygote = client
@@ -143,14 +147,14 @@ class ContainerBackend:
             else:
                 with contextlib.suppress(Unavailable):
                     await self._zygote.shutdown()
-        await asyncio.to_thread(self._host.pool.close, keep=keep)
-        await asyncio.to_thread(self._host.volume.close, keep=keep)
+        await asyncio.to_thread(self.host.pool.close, keep=keep)
+        await asyncio.to_thread(self.host.volume.close, keep=keep)
         if not keep:
-            await asyncio.to_thread(self._host.layers.unmount_all)
-            self._host.views.remove()
-            remove_dev(self._host.run)
+            await asyncio.to_thread(self.host.layers.unmount_all)
+            self.host.views.remove()
+            remove_dev(self.host.run)
             for name in ("zygote.sock", "zygote.version"):
-                (self._host.run / name).unlink(missing_ok=True)
+                (self.host.run / name).unlink(missing_ok=True)
 
     # --- making ---
 
@@ -160,12 +164,12 @@ class ContainerBackend:
                 raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
         if not spec.workdir.startswith("/") or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
-        self._host.environments.get(spec.environment)
+        self.host.environments.get(spec.environment)
 
     def reserve(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
-        cpus = self._cpus[sandbox_id] = self._host.picker.pick(spec.cpus)
+        cpus = self._cpus[sandbox_id] = self.host.picker.pick(spec.cpus)
         return {
-            "slot": self._host.pool.reserve(_shape(spec)),
+            "slot": self.host.pool.reserve(_shape(spec)),
             "disk_bytes": spec.disk_bytes,
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpus,
@@ -182,7 +186,7 @@ class ContainerBackend:
             raise
 
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
-        host, zygote = self._host, self._zygote
+        host, zygote = self.host, self._zygote
         if zygote is None:
             raise Unavailable("the zygote is being started again")
         environment = host.environments.get(spec.environment)
@@ -220,15 +224,16 @@ class ContainerBackend:
         channel = await SocketChannel.open(
             spawned.channel,
             clock=self._clock,
-            spool=Spool(self._host.volume.root / "spool" / sandbox_id),
+            spool=Spool(self.host.volume.root / "spool" / sandbox_id),
             on_broken=partial(log.warning, "sandbox %s: its guest broke the protocol: %s", sandbox_id),
         )
         instance = ContainerInstance(
             sandbox_id,
             channel,
             slot,
+            pid=spawned.pid,
             exited=self._exits[sandbox_id],
-            disk_used=self._host.volume.used_bytes,
+            disk_used=self.host.volume.used_bytes,
             disk_limit_bytes=disk_bytes,
         )
         self._instances[sandbox_id] = instance
@@ -238,8 +243,8 @@ class ContainerBackend:
         assert self._zygote is not None
         spawned = await self._zygote.attach(sandbox_id)
         self._cpus[sandbox_id] = tuple(handle["affinity"])
-        self._host.picker.adopt(self._cpus[sandbox_id], handle["cpus"])
-        self._host.views.acquire(handle["cpus"], handle["memory_bytes"])
+        self.host.picker.adopt(self._cpus[sandbox_id], handle["cpus"])
+        self.host.views.acquire(handle["cpus"], handle["memory_bytes"])
         self._views.add(sandbox_id)
         return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
 
@@ -281,7 +286,7 @@ class ContainerBackend:
         instance = self._instances.pop(sandbox_id, None)
         if instance is not None:
             instance.forget()
-        slot = self._host.pool.find(handle["slot"], sandbox_id) if handle else None
+        slot = self.host.pool.find(handle["slot"], sandbox_id) if handle else None
         spawning = self._spawning.pop(sandbox_id, None)
         if spawning is not None:
             await self._abandon(spawning, slot)
@@ -296,16 +301,16 @@ class ContainerBackend:
         if instance is not None:
             await instance.channel.close()
         if slot is not None:
-            self._host.pool.give_back(slot)
+            self.host.pool.give_back(slot)
         elif handle:
-            self._host.pool.cancel(handle["slot"])
+            self.host.pool.cancel(handle["slot"])
         if (cpus := self._cpus.pop(sandbox_id, None)) is not None:
-            self._host.picker.release(cpus, handle["cpus"])
+            self.host.picker.release(cpus, handle["cpus"])
         if sandbox_id in self._views:
             self._views.discard(sandbox_id)
-            self._host.views.release(handle["cpus"], handle["memory_bytes"])
-        self._host.volume.remove(sandbox_id)
-        self._host.volume.remove_spool(sandbox_id)
+            self.host.views.release(handle["cpus"], handle["memory_bytes"])
+        self.host.volume.remove(sandbox_id)
+        self.host.volume.remove_spool(sandbox_id)
         if self._zygote is not None:
             with contextlib.suppress(Unavailable):
                 await self._zygote.forget(sandbox_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ContainerInstance:
     """A running container sandbox."""
 
-    __slots__ = ("_channel", "_disk_limit_bytes", "_disk_used", "_end", "_sandbox_id", "exited", "slot")
+    __slots__ = ("_channel", "_disk_limit_bytes", "_disk_used", "_end", "_sandbox_id", "exited", "pid", "slot")
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class ContainerInstance:
         channel: SocketChannel,
         slot: Slot,
         *,
+        pid: int,
         exited: asyncio.Future[int],
         disk_used: Callable[[str], int],
         disk_limit_bytes: int,
@@ -32,6 +33,8 @@ class ContainerInstance:
         self._sandbox_id = sandbox_id
         self._channel = channel
         self.slot = slot
+        self.pid = pid
+        """Of pid 1 inside, as the host counts."""
         self.exited = exited
         """Resolves with pid 1's wait status when it is gone, however it ended."""
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
@@ -47,7 +50,7 @@ class ContainerInstance:
         return self._channel
 
     def ended(self) -> Awaitable[InstanceEnd]:
-        return self._end
+        return asyncio.shield(self._end)
 
     def usage(self) -> Usage:
         return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)

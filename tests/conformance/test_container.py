@@ -1,0 +1,55 @@
+"""The conformance suite on the container backend: real namespaces, real cgroups, a Debian environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("dsec.testing.conformance")
+
+from dsec.app import Config, open_host  # noqa: E402
+from dsec.backends.container.backend import ContainerBackend  # noqa: E402
+from dsec.edge.config import SystemClock  # noqa: E402
+from dsec.ports import Backend  # noqa: E402
+from dsec.testing.conformance import *  # noqa: E402, F403
+from dsec.testing.conformance.kit import Feature  # noqa: E402
+
+pytestmark = pytest.mark.root
+
+
+class ContainerFactory:
+    features = frozenset({Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT})
+    environment = "debian"
+
+    def __init__(self, state: Path, run: Path) -> None:
+        self.config = Config(state=state, run=run)
+        self.backend: ContainerBackend | None = None
+
+    def make(self) -> Backend:
+        self.backend = ContainerBackend(open_host(self.config), SystemClock())
+        return self.backend
+
+    async def kill_guest(self, sandbox_id: str) -> None:
+        assert self.backend is not None
+        os.kill(self.backend.pid(sandbox_id), signal.SIGKILL)
+
+    def fail_next_create(self) -> None:
+        """Its directories are there already: a leftover that nobody knows of."""
+        assert self.backend is not None
+        volume = self.backend.host.volume
+        make = volume.make
+
+        def fail(sandbox_id: str, disk_bytes: int, uid_base: int) -> tuple[Path, Path]:
+            volume.make = make  # type: ignore[method-assign]
+            make(sandbox_id, disk_bytes, uid_base)
+            return make(sandbox_id, disk_bytes, uid_base)
+
+        volume.make = fail  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def factory(debian_state: Path, tmp_path: Path) -> ContainerFactory:
+    return ContainerFactory(debian_state, tmp_path / "run")
