@@ -9,28 +9,28 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
 
-from dsec.cli.output import json_option, wants_json, write_json, write_table
+from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
 from dsec.errors import Unsupported
+from dsec.sdk._config import DEFAULT_PORT
 
 
 @click.command("serve")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=7070, show_default=True, help="Port; 0: any free one.")
-@click.option("--state", type=click.Path(path_type=Path), envvar="DSEC_STATE", help="State directory (DSEC_STATE).")
+@click.option("--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="0: any free one.")
+@click.option("--state", type=click.Path(path_type=Path), help="State directory (default: DSEC_STATE, /var/lib/dsec).")
 @click.option(
     "--on-exit",
     type=click.Choice(["keep", "destroy"]),
     default="keep",
     show_default=True,
-    help="Leave sandboxes to the next server, or end them and leave no trace.",
+    help="keep: sandboxes go on for the next server. destroy: they end, and nothing of them is left.",
 )
-def serve(host: str, port: int, state: Path | None, on_exit: str) -> int | None:
-    """Run a one-node server in the foreground; Ctrl-C stops it, sandboxes go on unless told otherwise.
+def serve(host: str, port: int, state: Path | None, on_exit: str) -> int:
+    """Run a one-node server in the foreground; SIGTERM or Ctrl-C stops it.
 
     It writes client.json (its URL and an API key, mode 0600) into its state directory: there the client and this
     command find it.
@@ -61,12 +61,12 @@ def doctor(as_json: bool) -> int:
 
 @click.group("bench")
 def bench() -> None:
-    """Measure this machine."""
+    """Measure this machine, with a server that is started for it."""
 
 
 @bench.command("create", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_create(arguments: tuple[str, ...]) -> Any:
+def bench_create(arguments: tuple[str, ...]) -> int:
     """Create, run `true`, destroy: against crun, runc, bubblewrap and the bare zygote."""
     try:
         from dsec.bench import create
@@ -77,8 +77,8 @@ def bench_create(arguments: tuple[str, ...]) -> Any:
 
 @bench.command("exec", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_exec(arguments: tuple[str, ...]) -> Any:
-    """Commands in sandboxes that run: latency and rate."""
+def bench_exec(arguments: tuple[str, ...]) -> int:
+    """Commands in sandboxes that run: latency, rate, transfers."""
     try:
         from dsec.bench import exec as bench_of_exec
     except ImportError as error:
@@ -88,8 +88,8 @@ def bench_exec(arguments: tuple[str, ...]) -> Any:
 
 @bench.command("soak", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_soak(arguments: tuple[str, ...]) -> Any:
-    """A steady rate of creations with kills: what is left afterwards."""
+def bench_soak(arguments: tuple[str, ...]) -> int:
+    """Creates at a steady rate for long: does everything come back to the start?"""
     try:
         from dsec.bench import soak
     except ImportError as error:
@@ -103,14 +103,18 @@ def host_group() -> None:
 
 
 @host_group.command("undo")
-@click.option("--state", type=click.Path(path_type=Path), envvar="DSEC_STATE", help="State directory (DSEC_STATE).")
-def undo(state: Path | None) -> Any:
-    """Take back what dsec changed on this host: mounts, cgroups, settings, packages that it installed."""
+@click.option("--state", type=click.Path(path_type=Path), help="State directory (default: DSEC_STATE, /var/lib/dsec).")
+@click.option("--packages", is_flag=True, help="Remove the Debian packages too that were installed for it.")
+def undo(state: Path | None, packages: bool) -> int:
+    """Take back what dsec changed here: sandboxes, mounts, cgroups, kernel settings. Data in the state stays."""
     try:
         from dsec import app
     except ImportError as error:
         raise _needs_server(error) from error
-    return app.undo_host(state=state)
+    lines = app.undo_host(state=state, packages=packages)
+    for line in lines:
+        click.echo(line)
+    return EXIT_PLATFORM if any(line.startswith("FAILED") for line in lines) else 0
 
 
 @click.command("version")
