@@ -125,13 +125,19 @@ async def _server(state: Path, screen: Screen, *, keep: bool) -> AsyncIterator[t
     screen.say(
         "starting a one-node server" + ("" if (state / "store").is_dir() else "; the first time it makes a base layer")
     )
-    server = await LocalServer.start(state, *(() if keep else ("--on-exit", "destroy")))
+    server = await LocalServer.start(state, "--port", "0", "--on-exit", "destroy")
     try:
         yield server.client, True
     except BaseException:
         await server.stop()
         raise
-    await (server.keep() if keep else server.stop())
+    if keep:
+        await server.keep()
+        screen.say(
+            f"the server is left up at {server.client.url}: `kill {server.pid}` stops it and leaves nothing behind"
+        )
+    else:
+        await server.stop()
 
 
 async def _job(client: AsyncClient, state: Path, options: Options, screen: Screen) -> _Result:
