@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec import AsyncClient, AsyncSandbox
-from dsec.errors import DsecError
+from dsec.errors import DsecError, Internal
 from dsec.rollout import grading
 from dsec.rollout.candidates import Burst
 from dsec.rollout.grading import Report, Scale
@@ -64,7 +64,7 @@ ABUSES = (
 async def take_scale(grader: Grader, burst: Burst) -> tuple[Scale, list[Control]]:
     """The ends of the scale, graded like any candidate: the untouched source and the fault left in.
 
-    Raises ValueError where they are no scale at all.
+    Raises `Internal` where they are no scale at all.
     """
     (pristine, good, good_id), (faulty, bad, bad_id) = await gather(
         [grader.grade({}), grader.grade(burst.planted)],
@@ -72,12 +72,15 @@ async def take_scale(grader: Grader, burst: Burst) -> tuple[Scale, list[Control]
     if pristine is None or faulty is None:
         result = good if pristine is None else bad
         said = (result.stdout + result.stderr).strip()[-400:]
-        raise ValueError(
+        raise Internal(
             f"the grader gave no report: exit code {result.exit_code} ({result.cause}) {result.message} {said}"
         )
-    measure = grading.scale(pristine, faulty)
+    try:
+        measure = grading.scale(pristine, faulty)
+    except ValueError as error:
+        raise Internal(f"the ends of the scale are wrong: {error}") from error
     if len(measure.broken) != burst.fault.broken:
-        raise ValueError(f"the fault breaks {len(measure.broken)} tests instead of {burst.fault.broken}")
+        raise Internal(f"the fault breaks {len(measure.broken)} tests instead of {burst.fault.broken}")
 
     def control(name: str, expected: float, report: Report, cpu_s: float, sandbox_id: str) -> Control:
         found = f"reward {grading.reward(report, measure):g}"

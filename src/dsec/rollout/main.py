@@ -13,7 +13,6 @@ import os
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -122,10 +121,10 @@ async def _server(state: Path, screen: Screen, *, keep: bool) -> AsyncIterator[t
         finally:
             await client.close()
         return
-    screen.say(
-        "starting a one-node server" + ("" if (state / "store").is_dir() else "; the first time it makes a base layer")
-    )
-    server = await LocalServer.start(state, "--port", "0", "--on-exit", "destroy")
+    began = time.monotonic()
+    with screen.status("starting a one-node server") as say:
+        server = await LocalServer.start(state, "--port", "0", "--on-exit", "destroy", told=say)
+    screen.say(f"a one-node server is up in {time.monotonic() - began:.1f} s")
     try:
         yield server.client, True
     except BaseException:
@@ -184,15 +183,16 @@ def _own_namespaces() -> dict[str, str]:
 
 def _host_facts(client: AsyncClient, state: Path) -> list[tuple[str, str]]:
     changes = Ledger(state / "host.json").changes
-    kinds = Counter(change.kind for change in changes)
-    changed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "nothing"
+    settings = [change.what for change in changes if change.kind == "sysctl"]
+    others = [f"{change.kind} {change.what}" for change in changes if change.kind != "sysctl"]
+    here = census.take(state).counts()
+    holds = ", ".join(f"{kind} {count}" for kind, count in here.items() if count)
     return [
         ("kernel", f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"),
-        ("server", f"{client.url}, state in {state}"),
-        (
-            "host",
-            f"changed: {changed} ({state / 'host.json'}); mounts below /run/dsec; `bin/dsec host undo` takes it back",
-        ),
+        ("server", f"{client.url}, state in {state}, runs on /run/dsec/{census.instance_of(state)}"),
+        ("raised", ", ".join(settings) or "no kernel setting"),
+        *([("installed", ", ".join(others))] if others else []),
+        ("holds", f"{holds}; gone when the server ends. The rest: `bin/dsec host undo` takes it back"),
     ]
 
 

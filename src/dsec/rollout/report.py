@@ -4,9 +4,11 @@ when piped."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -116,6 +118,16 @@ class Screen:
 
     def say(self, text: str) -> None:
         self.console.print(text)
+
+    @contextmanager
+    def status(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Something that takes a while: a spinner with the latest word on a terminal, a line a word when piped."""
+        if not self.console.is_terminal:
+            self.say(text)
+            yield lambda word: self.say(f"  {word}")
+            return
+        with self.console.status(text) as status:
+            yield lambda word: status.update(f"{text}: [dim]{escape(word)}[/dim]")
 
     def _show(self, phase: str, done: int, total: int) -> None:
         if not self.console.is_terminal or os.environ.get("TERM") == "dumb":

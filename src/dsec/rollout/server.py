@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -57,8 +58,11 @@ class LocalServer:
         self._process = process
 
     @classmethod
-    async def start(cls, state: Path, *arguments: str) -> LocalServer:
-        """Start `dsec serve ARGUMENTS` on `state` and wait until it answers. Raises `Unavailable` where it doesn't."""
+    async def start(cls, state: Path, *arguments: str, told: Callable[[str], None] = lambda _: None) -> LocalServer:
+        """Start `dsec serve ARGUMENTS` on `state` and wait until it answers. `told` hears what it says while it starts.
+
+        Raises `Unavailable` where it doesn't start.
+        """
         log, output = _open_log(state)
         with output:
             process = await asyncio.create_subprocess_exec(
@@ -70,8 +74,13 @@ class LocalServer:
                 start_new_session=True,  # an interrupt from the keyboard is for us; we stop it in our own order
             )
         deadline = time.monotonic() + START_TIMEOUT_S
+        heard = 0
         try:
             while process.returncode is None and time.monotonic() < deadline:
+                lines = _messages(log)
+                for line in lines[heard:]:
+                    told(line)
+                heard = len(lines)
                 client = await running(state)
                 if client is not None:
                     return cls(state, process, client)
@@ -107,6 +116,11 @@ def _open_log(state: Path) -> tuple[Path, IO[bytes]]:
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = state / "server.log"
     return log, log.open("wb")
+
+
+def _messages(log: Path) -> list[str]:
+    """What the log's whole lines say, without time and level."""
+    return [line.partition(": ")[2] for line in log.read_text(errors="replace").split("\n")[:-1]]
 
 
 def _tail(log: Path) -> str:

@@ -237,12 +237,12 @@ class _Agent:
             return self._failed(error)
         if result.infra:
             return self._row(result.cause, infra=True, message=result.message, grader_id=grader_id)
-        failed = measure.ran if report is None else report.ran - report.passed
+        whole = report if report is not None and report.ids == measure.ids else None
         return self._row(
             result.cause,
             own=_claim(own),
-            passed=0 if report is None else report.passed,
-            failed=failed,
+            passed=whole.passed if whole else 0,
+            failed=measure.ran - (whole.passed if whole else 0),
             reward=grading.reward(report, measure),
             cpu_s=own.cpu_s + result.cpu_s,
             grader_id=grader_id,
@@ -351,7 +351,10 @@ def _claim(result: CommandResult) -> str:
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
+    """All results in order. The first failure cancels the rest and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
