@@ -90,6 +90,20 @@ def test_layers_are_mounted_once_and_cloned_once_a_range(state: Path, tmp_path: 
         again.path("../../etc")
 
 
+def test_a_small_layer_is_read_whole_when_it_is_mounted(state: Path, tmp_path: Path) -> None:
+    store = LayerStore(state)
+    digest = store.add_tree({"a/b": Entry(b"x" * 5000), "c": Entry(target="a/b"), "d": Entry(b"y")}, "directory").digest
+    assert store.meta(digest).hot == ["/"]
+    layers = LayerMounts(tmp_path / "run", store)
+    layers.open()
+    layers.path(digest, 300_000)
+    layers.settle()
+    assert layers.warm(digest) == 5001
+    layers.path(store.add_tree({"big": Entry(b"z" * (8 << 20))}, "directory").digest)
+    layers.unmount_all()  # while it reads
+    assert mounts.mounted(layers.root) == []
+
+
 def test_an_overlay_over_clones_gives_files_to_root_inside(state: Path, tmp_path: Path) -> None:
     store = LayerStore(state)
     digest = store.add_tree({"f": Entry(b"old")}, "directory").digest
@@ -191,6 +205,7 @@ def test_the_default_environment_is_debian_with_python_and_git(state: Path, tmp_
     layers = LayerMounts(tmp_path / "run", store.layers)
     layers.open()
     base, runtime = (layers.path(digest) for digest in made.layers)
+    layers.settle()
     assert layers.warm(made.layers[0]) > 1 << 20
     assert (base / "etc/resolv.conf").read_bytes() == b"" if (base / "etc/resolv.conf").exists() else True
     assert not any((base / "etc/apt/sources.list.d").glob("*"))

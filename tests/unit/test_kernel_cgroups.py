@@ -184,6 +184,28 @@ def test_a_cleaned_slot_shows_nothing_of_its_past(root: CgroupRoot) -> None:
     slot.close()
 
 
+def test_page_cache_stays_for_the_next_one_but_is_not_its_usage(root: CgroupRoot, tmp_path: Path) -> None:
+    file = tmp_path / "shared"
+    file.write_bytes(b"x" * (2 * MIB))
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    slot = made(root)
+    assert Inside(slot, f"cat {file} > /dev/null").wait() == 0
+    before = slot.usage().memory_bytes
+    assert before >= 2 * MIB
+    assert slot.clean()
+    assert slot.usage().memory_bytes < MIB
+    assert slot.usage().memory_peak_bytes < MIB
+    assert Inside(slot, "python3 -c 'bytearray(20 << 20)'").wait() == 0
+    assert slot.usage().memory_peak_bytes >= 20 * MIB
+    slot.reshape(Shape(16 * MIB, 1.0, 32))
+    assert Inside(slot, f"cat {file} > /dev/null; head -c 3000000 {file} > {file}2").wait() == 0
+    assert slot.clean()
+    slot.close()
+
+
 def test_the_guest_gets_the_groups_of_its_slot_and_no_limits(root: CgroupRoot) -> None:
     slot = made(root, uid=300_000)
     top = Path(slot.v2)

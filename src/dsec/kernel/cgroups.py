@@ -7,8 +7,9 @@ reported relative to a baseline that is taken when the slot is empty, and kept i
 directory, where a restarted server finds it.
 
 Memory limits: the kernel reclaims page cache before it kills, so a limit bites on anonymous, shared and kernel memory
-first. Page cache of files that are shared between sandboxes is charged to whoever reads them first. Swap counts
-against the same limit (version 1) or is off (version 2).
+first, and a slot may keep an eighth of its limit in page cache from one sandbox to the next. Page cache of files that
+are shared between sandboxes is charged to whoever reads them first. Swap counts against the same limit (version 1) or
+is off (version 2).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SLOT_NAME = re.compile(r"s[0-9]+")
 PERIOD_US = 100_000
 MAX_DESCENDANTS = 2048
 """Nested groups in a slot: one for each operation of a guest (at most 1,024), and those that are being removed."""
+RESIDUE_SHARE = 8
 
 _XATTR = "trusted.dsec"
 _ENODATA = errno.ENODATA
@@ -256,13 +258,14 @@ class Slot:
     def usage(self, disk_bytes: int = 0, disk_limit_bytes: int = 0) -> Usage:
         """Counters since the slot was assigned. The first call opens the files, later ones only read them."""
         now, base = self._counters(), self.note.baseline if self.note else Usage()
+        memory = max(0, now.memory_bytes - base.memory_bytes)
+        # Where the kernel can't reset its peak, an old one that was higher says nothing.
+        peak = now.memory_peak_bytes - base.memory_bytes if now.memory_peak_bytes > base.memory_peak_bytes else 0
         return Usage(
             cpu_us=now.cpu_us - base.cpu_us,
             throttled_us=now.throttled_us - base.throttled_us,
-            memory_bytes=now.memory_bytes,
-            memory_peak_bytes=now.memory_peak_bytes
-            if now.memory_peak_bytes > base.memory_peak_bytes
-            else now.memory_bytes,
+            memory_bytes=memory,
+            memory_peak_bytes=max(memory, peak),
             oom_kills=now.oom_kills - base.oom_kills,
             pids=now.pids,
             pids_refused=now.pids_refused - base.pids_refused,
@@ -317,12 +320,12 @@ class Slot:
     # after it served
 
     def clean(self, timeout_s: float = 5.0) -> bool:
-        """End what runs, remove nested groups, give memory back, begin counters anew. Blocks; False where it can't be
-        emptied in time."""
+        """End what runs, remove nested groups, give most memory back, begin counters anew. Blocks; False where it
+        can't be emptied in time."""
         try:
             if not self._empty(timeout_s) or not self._reaped(timeout_s):
                 return False
-            self._drop_memory()
+            self._drop_memory(keep=self._residue())
             for name in os.listxattr(self.v2):
                 if name != _XATTR:
                     os.removexattr(self.v2, name)
@@ -365,10 +368,18 @@ class Slot:
                     time.sleep(0.002)
         return True
 
-    def _drop_memory(self) -> None:
+    def _residue(self) -> int:
+        """How much may stay charged to an empty slot: page cache of layers, that the next sandbox would only read
+        again."""
+        shape = self.note.shape if self.note else None
+        return shape.memory_bytes // RESIDUE_SHARE if shape else 0
+
+    def _drop_memory(self, keep: int = 0) -> None:
         memory = self._dirs["memory"]
+        drop = self._number("memory.usage_in_bytes" if "memory" in self.root.v1 else "memory.current") > keep
         if "memory" in self.root.v1:
-            _write(f"{memory}/memory.force_empty", "0")
+            if drop:
+                _write(f"{memory}/memory.force_empty", "0")
             for name in (
                 "memory.max_usage_in_bytes",
                 "memory.failcnt",
@@ -377,20 +388,21 @@ class Slot:
             ):
                 with contextlib.suppress(KernelError):  # no swap accounting
                     _write(f"{memory}/{name}", "0")
-        elif os.path.exists(f"{memory}/memory.reclaim"):
+        elif drop and os.path.exists(f"{memory}/memory.reclaim"):
             with contextlib.suppress(KernelError):  # EAGAIN: less than asked was left
                 _write(f"{memory}/memory.reclaim", str(max(1, int(_read(f"{memory}/memory.current")))))
 
     def remove(self, timeout_s: float = 5.0) -> bool:
         """Remove the slot. Blocks; False where something in it doesn't end. Idempotent."""
-        self.close()
         try:
             if not self._empty(timeout_s):
                 return False
             self._drop_memory()
-        except (FileNotFoundError, KernelError) as error:
+        except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV):
                 raise
+        finally:
+            self.close()
         gone = [_rmdir(path) for path in (*self.v1, self.v2)]
         return all(gone)
 

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,8 @@ from dsec.kernel.syscalls import KernelError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 ID_COUNT = 65_536
+ALL_HOT_BYTES = 48 << 20
+"""A layer up to this size is read whole when it is mounted."""
 _UUID = "00000000-0000-4000-8000-000000000000"
 _SUPERBLOCK = 1024
 _BUILD_TIME = _SUPERBLOCK + 24  # u64 seconds, u32 nanoseconds
@@ -49,7 +51,7 @@ class LayerMeta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     size_bytes: int = 0
     created_at: float = 0.0
     hot: list[str] = []
-    """Files that most sandboxes read, worth having in the page cache: see `LayerMounts.warm`."""
+    """Files that most sandboxes read, worth having in the page cache; `/`: all. See `LayerMounts.warm`."""
 
 
 class Entry(Struct, frozen=True):
@@ -131,7 +133,7 @@ class LayerStore:
                 description=description,
                 size_bytes=image.stat().st_size,
                 created_at=time.time(),
-                hot=hot or [],
+                hot=hot or (["/"] if image.stat().st_size <= ALL_HOT_BYTES else []),
             )
             (made / "meta.json").write_bytes(msgspec.json.encode(meta))
             try:
@@ -153,6 +155,14 @@ class LayerStore:
                 for name in (*files, ""):
                     os.utime(os.path.join(directory, name), (0, 0), follow_symlinks=False)
             return self.add(top, kind, description)
+
+
+def _regular_files(top: Path) -> Iterator[Path]:
+    for directory, _, names in os.walk(top):
+        for name in names:
+            path = Path(directory, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
 
 
 def _place(top: Path, name: str, entry: Entry) -> None:
@@ -206,6 +216,8 @@ class LayerMounts:
         self._store = store
         self._lock = threading.Lock()
         self._mounted: set[Path] = set()
+        self._warming: dict[str, threading.Thread] = {}
+        self._stopping = False
 
     def open(self) -> None:
         """Find what an earlier server mounted."""
@@ -215,7 +227,8 @@ class LayerMounts:
     def path(self, digest: str, uid_base: int = 0) -> Path:
         """Where a layer is mounted for an id range (0: as it is); mounted on first use, in well under a millisecond.
 
-        Raises `NotFound` for an unknown layer, KernelError where it can't be mounted.
+        Its hot files are then read by a thread. Raises `NotFound` for an unknown layer, KernelError where it can't be
+        mounted.
         """
         target = self.root / digest / str(uid_base)
         if target in self._mounted:
@@ -227,6 +240,9 @@ class LayerMounts:
                 plain.mkdir(parents=True, exist_ok=True)
                 ErofsMount(image, plain, direct_io=True).mount()
                 self._mounted.add(plain)
+                thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)
+                self._warming[digest] = thread
+                thread.start()
             if target not in self._mounted:
                 target.mkdir(exist_ok=True)
                 idmap.place_clone(plain, target, uid_base, ID_COUNT)
@@ -236,15 +252,27 @@ class LayerMounts:
     def warm(self, digest: str) -> int:
         """Read a layer's hot files, so that their pages are charged to the server and not to whichever sandbox comes
         first (and don't leave with it). Blocks; returns the bytes read."""
-        top, total = self.path(digest), 0
+        top, total = self.root / digest / "0", 0
         for name in self._store.meta(digest).hot:
-            with contextlib.suppress(OSError), open(top / name.lstrip("/"), "rb") as file:
-                while data := file.read(1 << 20):
-                    total += len(data)
+            files = _regular_files(top) if name == "/" else [top / name.lstrip("/")]
+            for path in files:
+                with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                    while data := file.read(1 << 20):
+                        total += len(data)
+                        if self._stopping:
+                            return total
         return total
+
+    def settle(self) -> None:
+        """Wait until the hot files of all layers that were mounted have been read. Blocks."""
+        for thread in list(self._warming.values()):
+            thread.join()
 
     def unmount(self, digest: str) -> None:
         """Unmount a layer and its clones; running sandboxes keep theirs."""
+        thread = self._warming.pop(digest, None)
+        if thread is not None:
+            thread.join()
         with self._lock:
             for path in sorted((p for p in self._mounted if p.parent.name == digest), reverse=True):
                 mounts.unmount(path)
@@ -256,6 +284,10 @@ class LayerMounts:
 
     def unmount_all(self) -> None:
         """Unmount every layer."""
+        self._stopping = True
+        self.settle()
+        self._warming.clear()
+        self._stopping = False
         with contextlib.suppress(FileNotFoundError):
             for digest in os.listdir(self.root):
                 self.unmount(digest)
