@@ -1,15 +1,17 @@
 """A pool of cgroup slots, made in advance and used again.
 
-`reserve` picks a slot's name without any I/O, so that it can be on record before anything is made; `take` hands the
-slot out; `give_back` returns at once, and a thread empties the slot in the background. A slot that can't be emptied
-is never handed out again: the thread goes on trying to remove it. The pool holds at most `spare` empty slots: memory
-cgroups cost the kernel memory even when idle.
+`reserve` picks a slot without any I/O, so that it can be on record before anything is made; `take` hands the slot
+out; `give_back` returns at once, and a thread empties the slot in the background. A slot that can't be emptied is
+never handed out again: the thread goes on trying to remove it. A reservation is named `<slot>.<number>`, and a number
+is never used again: whoever cancels or gives back twice can't touch the sandbox that has the slot by then. The pool
+holds at most `spare` empty slots: memory cgroups cost the kernel memory even when idle.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -18,6 +20,10 @@ from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+
+
+def _slot_name(reservation: str) -> str:
+    return reservation.partition(".")[0]
 
 
 class CgroupPool:
@@ -32,12 +38,14 @@ class CgroupPool:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._spare: dict[str, Slot] = {}
-        self._reserved: dict[str, Slot | None] = {}
+        self._reserved: dict[str, Slot] = {}
         self._taken: dict[str, Slot] = {}
         self._dirty: deque[Slot] = deque()
         self._stuck: deque[Slot] = deque()
         self._busy = False
         self._next = 0
+        self._reservation = time.time_ns()
+        self._retry_at = 0.0
         self._last: Shape | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -45,16 +53,18 @@ class CgroupPool:
     # opening and closing
 
     def open(self, known: Mapping[str, str] | None = None) -> dict[str, Slot]:
-        """Begin. `known`: the slot's name -> the sandbox that has it on record. Those slots are adopted and returned
-        by name; every other one is emptied (its processes end)."""
+        """Begin. `known`: reservation -> the sandbox that has it on record. Those slots are adopted and returned by
+        reservation; every other one is emptied (its processes end)."""
         self.root.prepare()
         adopted: dict[str, Slot] = {}
+        owners = {(_slot_name(reservation), owner): reservation for reservation, owner in (known or {}).items()}
         for name in self.root.names():
             self._next = max(self._next, int(name[1:]) + 1)
             slot = Slot(self.root, name)
             whole = slot.load()
-            if whole and slot.note and slot.note.owner and slot.note.owner == (known or {}).get(name):
-                adopted[name] = self._taken[name] = slot
+            reservation = owners.get((name, slot.note.owner)) if slot.note and slot.note.owner else None
+            if whole and reservation is not None:
+                adopted[reservation] = self._taken[name] = slot
             elif whole:
                 self._dirty.append(slot)
             else:
@@ -74,6 +84,8 @@ class CgroupPool:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()
+        for slot in self._taken.values():
+            slot.close()
         if keep:
             return
         for name in self.root.names():
@@ -84,7 +96,8 @@ class CgroupPool:
     # handing out
 
     def reserve(self, shape: Shape) -> str:
-        """Choose a slot: one of this shape, else any spare one, else the name of one that `take` makes. No I/O."""
+        """Choose a slot: one of this shape, else any spare one, else one that `take` makes. Returns the reservation. No
+        I/O."""
         with self._lock:
             self._last = shape
             slot = next(
@@ -93,47 +106,50 @@ class CgroupPool:
             if slot is None and self._spare:
                 slot = next(iter(self._spare.values()))
             if slot is None:
-                name = f"s{self._next}"
+                slot = Slot(self.root, f"s{self._next}")
                 self._next += 1
-                self._reserved[name] = None
             else:
-                name = slot.name
-                self._reserved[name] = self._spare.pop(name)
+                del self._spare[slot.name]
+            self._reservation += 1
+            reservation = f"{slot.name}.{self._reservation}"
+            self._reserved[reservation] = slot
             self._wake.notify()
-            return name
+            return reservation
 
-    def take(self, name: str, shape: Shape, owner: str, uid: int) -> Slot:
+    def take(self, reservation: str, shape: Shape, owner: str, uid: int) -> Slot:
         """The reserved slot, made or reshaped where it has to be, for the sandbox `owner` whose inside root is `uid`.
 
-        Raises KernelError; the slot is then given back.
+        Raises KernelError; the slot is then removed. LookupError for a reservation that isn't there.
         """
         with self._lock:
-            slot = self._reserved.pop(name, None)
-            made = slot is not None
-            slot = slot or Slot(self.root, name)
-            self._taken[name] = slot
+            slot = self._reserved.pop(reservation)
+            self._taken[slot.name] = slot
         try:
-            if not made:
+            if slot.note is None:
                 slot.make(shape)
-            elif slot.note is None or slot.note.shape != shape:
+            elif slot.note.shape != shape:
                 slot.reshape(shape)
             slot.assign(owner, uid)
         except OSError:
-            self.give_back(slot)
+            slot.close()
+            with self._wake:
+                del self._taken[slot.name]
+                self._stuck.append(slot)  # half its limits may be the old ones: it goes
+                self._wake.notify()
             raise
         return slot
 
-    def find(self, name: str, owner: str) -> Slot | None:
-        """The slot by the name in a handle, if it still serves that sandbox: it may serve another one by now."""
-        slot = self._taken.get(name)
+    def find(self, reservation: str, owner: str) -> Slot | None:
+        """The slot that was taken, if it still serves that sandbox: it may serve another one by now."""
+        slot = self._taken.get(_slot_name(reservation))
         return slot if slot and slot.note and slot.note.owner == owner else None
 
-    def cancel(self, name: str) -> None:
+    def cancel(self, reservation: str) -> None:
         """Undo a `reserve` that no `take` followed. Idempotent."""
         with self._wake:
-            slot = self._reserved.pop(name, None)
-            if slot is not None:
-                self._spare[name] = slot
+            slot = self._reserved.pop(reservation, None)
+            if slot is not None and slot.note is not None:  # else nothing was made
+                self._spare[slot.name] = slot
                 self._wake.notify()
 
     def give_back(self, slot: Slot) -> None:
@@ -166,30 +182,35 @@ class CgroupPool:
     def _maintain(self) -> None:
         while True:
             with self._wake:
-                quiet = False
-                while not (self._stopping or self._dirty or self._short() or quiet):
-                    quiet = not self._wake.wait(_RETRY_S if self._stuck else None)
+                while not (self._stopping or self._dirty or self._short() or self._retry_due()):
+                    self._wake.wait(_RETRY_S if self._stuck else None)
                 if self._stopping:
                     return
-                slot = self._dirty.popleft() if self._dirty else self._stuck.popleft() if quiet else None
+                slot = self._dirty.popleft() if self._dirty else None
+                broken = None
+                if slot is None and self._retry_due():
+                    broken = self._stuck.popleft()
+                    self._retry_at = time.monotonic() + _RETRY_S
                 shape = self._last
-                self._busy = slot is not None
+                self._busy = slot is not None or broken is not None
             try:
-                if slot is not None and quiet:
-                    self._discard(slot)
-                elif slot is not None:
+                if slot is not None:
                     self._recycle(slot)
+                elif broken is not None:
+                    self._discard(broken)
                 elif shape is not None:
                     self._add(shape)
             except OSError:
                 log.exception("cgroup maintenance failed")
                 with self._wake:
-                    if slot is not None:
-                        self._stuck.append(slot)
+                    self._stuck.extend(each for each in (slot, broken) if each is not None)
                     if not self._stopping:
                         self._wake.wait(_RETRY_S)
             finally:
                 self._busy = False
+
+    def _retry_due(self) -> bool:
+        return bool(self._stuck) and time.monotonic() >= self._retry_at
 
     def _short(self) -> bool:
         if self._last is None or len(self._spare) >= self._spare_most:
@@ -219,7 +240,14 @@ class CgroupPool:
             name = f"s{self._next}"
             self._next += 1
         slot = Slot(self.root, name)
-        slot.make(shape)
-        slot.close()
+        try:
+            slot.make(shape)
+        except OSError:
+            with self._lock:
+                self._stuck.append(slot)
+                self._last = None  # until somebody asks again
+            raise
+        finally:
+            slot.close()
         with self._lock:
             self._spare[name] = slot
