@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -257,3 +258,24 @@ def test_numbers_for_people() -> None:
         size("lots")
     assert [readable(n) for n in (5, 2048, 1 << 30)] == ["5 B", "2 KiB", "1 GiB"]
     assert [age(n) for n in (5, 90, 7200, 200_000)] == ["5 s", "1.5 min", "2.0 h", "2.3 d"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("hello", "command_timeout"), ("burst", "16 sandboxes, mean reward 1.00 over 16"), ("resume", "worked")],
+)
+def test_the_examples_run(cli: Cli, name: str, says: str) -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, str(Path(__file__).parents[2] / "examples" / f"{name}.py"), "base"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env=cli.env,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert says in outputs[0]
+    assert outputs[0] == outputs[1]
+    cli("kill", "--all")
