@@ -33,7 +33,11 @@ def _children() -> dict[int, str]:
     """Processes whose parent is this one, zombies reaped away."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        try:
+            children = (task / "children").read_text().split()
+        except FileNotFoundError:  # a thread that has ended meanwhile
+            continue
+        for pid in children:
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
