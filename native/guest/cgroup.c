@@ -126,12 +126,14 @@ static bool among(const pid_t *pids, size_t count, pid_t pid) {
     return false;
 }
 
-/* Best effort: a process that made a session of its own and whose parents are gone is not found. */
+/* Best effort: a process that made a session of its own and whose parents are gone is not found. With the guest's own pid: all that
+ * descends from it, which finds those too, because orphans become its children. */
 void kill_tree(pid_t leader) {
     pid_t *victims = malloc(MOST_VICTIMS * sizeof *victims);
     int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     size_t count = 0;
-    kill(-leader, SIGKILL);
+    bool all = leader == getpid();
+    if (!all) kill(-leader, SIGKILL);
     for (int round = 0; victims && proc >= 0 && round < 16; round++) {
         size_t before = count;
         char buffer[8192];
@@ -143,9 +145,9 @@ void kill_tree(pid_t leader) {
                 at += entry->d_reclen;
                 struct process process;
                 if (entry->d_name[0] < '1' || entry->d_name[0] > '9' || !read_process(proc, entry->d_name, &process)) continue;
-                bool ours = process.session == leader || process.group == leader || process.parent == leader ||
-                            among(victims, count, process.parent);
-                if (!ours || process.pid <= 1 || among(victims, count, process.pid) || count == MOST_VICTIMS) continue;
+                bool ours = process.parent == leader || among(victims, count, process.parent) ||
+                            (!all && (process.session == leader || process.group == leader));
+                if (!ours || process.pid <= 1 || process.pid == getpid() || among(victims, count, process.pid) || count == MOST_VICTIMS) continue;
                 kill(process.pid, SIGKILL);
                 victims[count++] = process.pid;
             }

@@ -67,8 +67,9 @@ void free_later(void *memory) {
 void shut_down(int status) {
     ops_kill_all();
     cgroup_kill_left();
-    /* Pid 1 takes the whole namespace with it; elsewhere see them off, for a second. */
-    for (int i = 0; getpid() != 1 && i < 1000; i++) {
+    if (getpid() == 1) _exit(status); /* takes the whole namespace with it */
+    kill_tree(getpid());
+    for (int i = 0; i < 1000; i++) { /* see them off, for a second */
         pid_t pid = waitpid(-1, NULL, WNOHANG);
         if (pid < 0) break;
         if (pid == 0) usleep(1000);

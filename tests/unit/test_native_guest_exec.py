@@ -351,6 +351,7 @@ def double_fork(pid_file: Path) -> str:
         "        time.sleep(1000)\n"
         "    os._exit(0)\n"
         "os.wait()\n"
+        f"while not (os.path.exists({str(pid_file)!r}) and open({str(pid_file)!r}).read()): time.sleep(0.01)\n"
         "print('ready', flush=True)\n"
     )
 
