@@ -255,3 +255,8 @@ async def test_a_bug_is_ours_and_tells_nothing(tmp_path: Path, caplog: pytest.Lo
         assert "a secret" in caplog.text
         status, code, message = await server.error("GET", f"/v1/sandboxes/{info.id}/usage")
         assert (status, code, message) == (500, "internal", "the disk is on fire")
+
+
+async def test_a_path_that_is_not_ascii(server: Served) -> None:
+    status, _, answer = await server.raw_bytes(b"GET /v1/\xff\xfe HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert (status, json.loads(answer)["code"]) == (400, "invalid_request")

@@ -104,6 +104,8 @@ class HeldAnswer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._watcher is not None:  # it would take the end of the answer for the client's going away
+            self._watcher.cancel()
         if self._late is not None:
             await self._late
         await self._begin()

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
 from dsec.errors import Unsupported
@@ -43,20 +42,28 @@ def serve(host: str, port: int, state: Path | None, on_exit: str) -> int:
 
 
 @click.command("doctor")
+@click.option("--state", type=click.Path(path_type=Path), help="State directory whose disk is looked at.")
 @json_option
-def doctor(as_json: bool) -> int:
-    """Say which features of this host the server can use, and what to do about the others. Exit code 3: a needed one
-    is missing."""
+def doctor(state: Path | None, as_json: bool) -> int:
+    """Say which features of this host the server can use, and what to do about the others.
+
+    Exit code 3 where a feature is missing that the server can't do without.
+    """
     try:
-        from dsec.kernel import host
+        from dsec.kernel.host import as_json as findings_as_json
+        from dsec.kernel.host import probe_host
     except ImportError as error:
         raise _needs_server(error) from error
-    probes = host.probe()
+    findings = probe_host(state)
     if wants_json(as_json):
-        write_json([msgspec.to_builtins(each) for each in probes])
+        write_json(findings_as_json(findings))
     else:
-        write_table(["", "feature", "remedy"], [("ok" if each.ok else "--", each.name, each.remedy) for each in probes])
-    return 0
+        rows = [
+            (each.name, "ok" if each.ok else "MISSING" if each.needed else "no", each.detail, each.remedy)
+            for each in findings
+        ]
+        write_table(["feature", "", "found", "remedy"], rows)
+    return EXIT_PLATFORM if any(each.needed and not each.ok for each in findings) else 0
 
 
 @click.group("bench")
