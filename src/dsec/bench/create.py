@@ -74,7 +74,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     """All figures, by their keys. Raises `DsecError` where the server doesn't start."""
     async with AsyncExitStack() as stack:
         work = stack.enter_context(_work())
-        server = await LocalServer.start(state, "--port", "0")
+        server = await LocalServer.start(state)
         stack.push_async_callback(server.stop)
         client, spec = server.client, SandboxSpec(environment=plan.environment)
         stack.callback(peers.remove_cgroups)

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     """All figures, by their keys. Raises `DsecError` where the server doesn't start or a transfer fails."""
-    server = await LocalServer.start(state, "--port", "0")
+    server = await LocalServer.start(state)
     try:
         client = server.client
         spec = SandboxSpec(environment=plan.environment, disk_bytes=2 * plan.upload_mb * MB + GIB)

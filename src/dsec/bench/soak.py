@@ -68,8 +68,7 @@ class Soak(Struct, frozen=True):
 
 
 async def soak(
-    client: AsyncClient,
-    server_pid: int,
+    server: LocalServer,
     spec: SandboxSpec,
     *,
     minutes: float,
@@ -78,14 +77,14 @@ async def soak(
 ) -> Soak:
     """Keep `per_s` creations a second going for `minutes`; at most 400 sandboxes are live. `told` hears of each
     look."""
-    rng = random.Random(1)
+    client, rng = server.client, random.Random(1)
     lives: Counter[str] = Counter()
     problems: list[str] = []
     running: set[asyncio.Task[None]] = set()
     kinds = {"true": _true, "killed": _killed, "file": _file, "orphans": _orphans, "idle": _idle}
     names = list(kinds)
     await asyncio.gather(*(_life(client, spec, kinds[name], problems) for name in names * 20))
-    before = await _look(client, server_pid, settle=True)
+    before = await _look(server, settle=True)
     began = time.monotonic()
     until, next_look, middle, created = began + minutes * 60, began + minutes * 6, list[Look](), 0
     while (now := time.monotonic()) < until:
@@ -99,12 +98,12 @@ async def soak(
             task.add_done_callback(running.discard)
         if now >= next_look:
             next_look += minutes * 6
-            middle.append(await _look(client, server_pid))
+            middle.append(await _look(server))
             told(middle[-1], created)
         await asyncio.sleep(0.01)
     await asyncio.gather(*running)
     seconds = time.monotonic() - began
-    after = await _look(client, server_pid, settle=True)
+    after = await _look(server, settle=True)
     return Soak(
         seconds=seconds,
         created=created,
@@ -118,10 +117,10 @@ async def soak(
     )
 
 
-async def _look(client: AsyncClient, server_pid: int, *, settle: bool = False) -> Look:
+async def _look(server: LocalServer, *, settle: bool = False) -> Look:
     used = (await meter.settled_memory() if settle else meter.memory()).used_kib
-    node = await client.node()
-    return Look(used, meter.resident_kib(server_pid), node["disk_free_bytes"], census.take().counts())
+    node = await server.client.node()
+    return Look(used, meter.resident_kib(server.pid), node["disk_free_bytes"], census.take(server.state).counts())
 
 
 async def _life(
@@ -183,13 +182,13 @@ def main(arguments: list[str]) -> int:
 
 
 async def _run(environment: str, minutes: float, per_s: float, state: Path) -> Soak:
-    server = await LocalServer.start(state, "--port", "0")
+    server = await LocalServer.start(state)
 
     def told(look: Look, created: int) -> None:
         say(f"{created} created; {look.memory_used_kib >> 10} MiB used, server {look.server_rss_kib >> 10} MiB")
 
     try:
         spec = SandboxSpec(environment=environment, disk_bytes=64 * MIB)
-        return await soak(server.client, server.pid, spec, minutes=minutes, per_s=per_s, told=told)
+        return await soak(server, spec, minutes=minutes, per_s=per_s, told=told)
     finally:
         await server.stop()

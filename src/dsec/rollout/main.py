@@ -123,7 +123,7 @@ async def _server(state: Path, screen: Screen, *, keep: bool) -> AsyncIterator[t
         return
     began = time.monotonic()
     with screen.status("starting a one-node server") as say:
-        server = await LocalServer.start(state, "--port", "0", "--on-exit", "destroy", told=say)
+        server = await LocalServer.start(state, told=say)
     screen.say(f"a one-node server is up in {time.monotonic() - began:.1f} s")
     try:
         yield server.client, True

@@ -22,8 +22,8 @@ from dsec import AsyncClient
 from dsec.errors import DsecError, Unavailable
 from dsec.sdk._config import FILE_NAME, Endpoint
 
-START_TIMEOUT_S = 170.0
-"""The first start makes the base layer, downloads included."""
+START_TIMEOUT_S = 900.0
+"""The first start makes the base layer, downloads included, on whatever network there is."""
 STOP_TIMEOUT_S = 90.0
 
 
@@ -58,15 +58,15 @@ class LocalServer:
         self._process = process
 
     @classmethod
-    async def start(cls, state: Path, *arguments: str, told: Callable[[str], None] = lambda _: None) -> LocalServer:
-        """Start `dsec serve ARGUMENTS` on `state` and wait until it answers. `told` hears what it says while it starts.
+    async def start(cls, state: Path, *, told: Callable[[str], None] = lambda _: None) -> LocalServer:
+        """Start `dsec serve` on `state`, at any free port; returns when it answers. `told` hears what it says meanwhile.
 
         Raises `Unavailable` where it doesn't start.
         """
         log, output = _open_log(state)
         with output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "dsec.cli.main", "serve", *arguments),
+                *(sys.executable, "-m", "dsec.cli.main", "serve", "--port", "0", "--on-exit", "destroy"),
                 env={**os.environ, "DSEC_STATE": str(state)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
