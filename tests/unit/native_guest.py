@@ -28,7 +28,9 @@ from dsec.wire import frames
 from dsec.wire.frames import Flag, Frame, FrameType, Tag
 
 NATIVE = Path(__file__).parents[2] / "native"
-UNIFIED = next((p for p in map(Path, ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")) if (p / "cgroup.procs").exists()), None)
+UNIFIED = next(
+    (p for p in map(Path, ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")) if (p / "cgroup.procs").exists()), None
+)
 PATIENCE_S = float(os.environ.get("DSEC_TEST_PATIENCE_S", "60"))
 EXEC, READ, WRITE, STAT, LIST, MOVE, REMOVE, MKDIR = range(8)
 EXITED, SIGNALED, START_FAILED, TIMEOUT, OUTPUT_LIMIT, KILLED = range(6)

@@ -116,6 +116,8 @@ def test_both_codecs_agree_on_mutated_fields() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_fuzz_frames(seed: int) -> None:
-    done = subprocess.run([built("sanitized", "fuzz_frames"), "1.5", str(seed)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [built("sanitized", "fuzz_frames"), "1.5", str(seed)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 1000

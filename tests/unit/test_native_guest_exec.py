@@ -257,7 +257,9 @@ def test_starts_that_fail_say_where_and_why(guest: Guest, tmp_path: Path) -> Non
 
 def test_huge_argv_and_env(guest: Guest) -> None:
     argument = "x" * 100_000
-    op = guest.run("sh", "-c", 'echo ${#1} ${#9}; env | wc -c', "sh", *[argument] * 9, env=[f"V{i}={argument}" for i in range(3)])
+    op = guest.run(
+        "sh", "-c", "echo ${#1} ${#9}; env | wc -c", "sh", *[argument] * 9, env=[f"V{i}={argument}" for i in range(3)]
+    )
     assert bytes(op.out).split()[:2] == [b"100000", b"100000"]
     assert int(bytes(op.out).split()[2]) > 300_000
     too_much = guest.run("true", *["x" * 100_000] * 35)
@@ -407,7 +409,9 @@ def test_timeout_ends_double_forks_too_and_keeps_output(guest: Guest, tmp_path: 
 
 
 def test_timeout_of_a_command_that_ignores_sigterm(guest: Guest) -> None:
-    op = guest.run("sh", "-c", "trap '' TERM INT HUP; echo here; sleep 1000 & echo $!; while :; do sleep 1; done", timeout_ms=500)
+    op = guest.run(
+        "sh", "-c", "trap '' TERM INT HUP; echo here; sleep 1000 & echo $!; while :; do sleep 1; done", timeout_ms=500
+    )
     assert op.end is not None
     assert op.end.end == TIMEOUT
     word, pid = bytes(op.out).split()

@@ -48,12 +48,12 @@ class Script:
         self.guest = guest
         self.ran = directory / f"{name}.ran"
         self.got = directory / f"{name}.got"
-        self.command = (
-            f"echo run >> {self.ran}; seq -f %06g 0 29999; head -c 70000 /dev/zero | tr '\\0' e >&2; cat > {self.got}; exit 7"
-        )
+        self.command = f"echo run >> {self.ran}; seq -f %06g 0 29999; head -c 70000 /dev/zero | tr '\\0' e >&2; cat > {self.got}; exit 7"
 
     def start_frames(self, op: int) -> list[bytes]:
-        fields = self.guest.request(0, argv=["sh", "-c", self.command], flags=STDIN, key=b"key", env=["PAD=" + "p" * 90_000])
+        fields = self.guest.request(
+            0, argv=["sh", "-c", self.command], flags=STDIN, key=b"key", env=["PAD=" + "p" * 90_000]
+        )
         return list(frames.split_request(FrameType.START, op, frames.encode_fields(fields)))
 
     def check(self, op: Op) -> None:
@@ -233,7 +233,7 @@ def test_a_stream_cut_inside_frames(guest: Guest) -> None:
     hello = frames.encode(FrameType.HELLO, 0, struct.pack("<HHIQ", 1, 0, 0, 3))
     payload = frames.encode_fields([(Tag.KIND, 0), (Tag.ARGV, b"echo"), (Tag.ARGV, b"piecemeal")])
     op = guest.ops.setdefault(1, Op(1))
-    for at in (hello + frames.encode(FrameType.START, 1, payload)):
+    for at in hello + frames.encode(FrameType.START, 1, payload):
         guest.send_raw(bytes([at]))
     assert bytes(guest.wait(op).out) == b"piecemeal\n"
 
@@ -266,7 +266,9 @@ def test_frames_for_operations_that_are_not_there(guest: Guest) -> None:
     assert {op.refused[0] for op in guest.ops.values() if op.refused} == {errno.ESRCH}
 
 
-def raw(kind: int, payload: bytes = b"", *, op: int = 1, flags: int = 0, zero: int = 0, size: int | None = None) -> bytes:
+def raw(
+    kind: int, payload: bytes = b"", *, op: int = 1, flags: int = 0, zero: int = 0, size: int | None = None
+) -> bytes:
     return struct.pack("<IBBHQ", len(payload) if size is None else size, kind, flags, zero, op) + payload
 
 
@@ -307,7 +309,9 @@ def test_more_stdin_than_the_window(guest: Guest) -> None:
     while op.pid is None:
         guest.step()
     part = bytes(frames.MAX_DATA)
-    for i in range(frames.WINDOW // frames.MAX_DATA + 1):  # the pipe takes one, and it isn't acknowledged as long as more waits
+    for i in range(
+        frames.WINDOW // frames.MAX_DATA + 1
+    ):  # the pipe takes one, and it isn't acknowledged as long as more waits
         guest.send(FrameType.STDIN, op.id, struct.pack("<Q", i * len(part)) + part)
     guest.send(FrameType.STDIN, op.id, struct.pack("<Q", frames.WINDOW + len(part)) + part)
     while guest.step() is not None:
