@@ -3,8 +3,8 @@
 #   . bin/setup.sh server    Debian packages that the server needs, and .venv with the project in it
 #   . bin/setup.sh peers     also the sandbox tools that `dsec bench` compares with
 #
-# Sets DSEC_ROOT (the checkout) and DSEC_PYTHON. What it installs from Debian is listed in $DSEC_STATE/packages, one a line, so that
-# `dsec host undo` can take it back. shellcheck shell=bash
+# Sets DSEC_ROOT (the checkout) and DSEC_PYTHON. What it installs from Debian goes into the ledger that `dsec host undo` reads.
+# shellcheck shell=bash
 
 DSEC_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 DSEC_PYTHON=$DSEC_ROOT/.venv/bin/python
@@ -84,5 +84,22 @@ _dsec_venv() {
     ) 9>"$venv/.dsec-lock" || exit 1
 }
 
+# Packages are installed before there is a Python that can write the ledger: until then a list keeps them.
+_dsec_record() {
+    local list=${DSEC_STATE:-/var/lib/dsec}/packages
+    [ -s "$list" ] || return 0
+    "$DSEC_PYTHON" - "$list" <<'PYTHON'
+import sys
+from pathlib import Path
+
+from dsec.kernel.ledger import Ledger
+
+path = Path(sys.argv[1])
+Ledger(path.with_name("host.json")).record("packages", " ".join(path.read_text().split()))
+path.unlink()
+PYTHON
+}
+
 _dsec_packages "$1"
 _dsec_venv
+_dsec_record
