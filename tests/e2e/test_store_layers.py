@@ -132,6 +132,9 @@ def test_environments_are_durable_and_have_the_mount_points_below(state: Path, t
     long = "x" + "/" * 199
     assert again.put(long, (digest,)).name == long
     assert EnvironmentStore(state).get(long).layers == made.layers
+    later = store.put("made/meanwhile", (digest,))
+    assert again.get("made/meanwhile") == later, "another process may make one"
+    again.remove("made/meanwhile")
     layers = LayerMounts(tmp_path / "run", store.layers)
     layers.open()
     bottom = layers.path(made.layers[-1])

@@ -7,6 +7,7 @@ tree is an environment.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -72,6 +73,7 @@ class EnvironmentStore:
         self._root = state_dir / "store" / "environments"
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
+        self._building = threading.Lock()
         self._runtime: str | None = None
         self._known = {env.name: env for env in self._load()}
 
@@ -132,8 +134,7 @@ class EnvironmentStore:
 
     def get(self, name: str) -> Environment:
         """No I/O for a name that is known; an unknown one may have been made by another process since, so the disk is
-        looked at
-        once. Raises `EnvironmentNotFound`."""
+        looked at. Raises `EnvironmentNotFound`."""
         known = self._known.get(name) or self._look_again(name)
         if known is None:
             names = ", ".join(sorted(self._known)) or "none yet"
@@ -165,12 +166,12 @@ class EnvironmentStore:
 
     def ensure_default(self, build: Callable[[LayerStore], str]) -> Environment:
         """The environment `debian`, built by `build` (which returns a layer's digest) where it is missing."""
-        known = self._known.get(DEFAULT)
-        if known is not None:
-            return known
-        return self.put(
-            DEFAULT,
-            (build(self.layers),),
-            env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"},
-            description="Debian with Python 3, pip, git and bash",
-        )
+        with self._building:
+            with contextlib.suppress(EnvironmentNotFound):
+                return self.get(DEFAULT)
+            return self.put(
+                DEFAULT,
+                (build(self.layers),),
+                env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"},
+                description="Debian with Python 3, pip, git and bash",
+            )
