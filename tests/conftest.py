@@ -67,10 +67,12 @@ if sys.platform == "linux":
 
     @pytest.fixture
     def debian_state(debian_store: Path, tmp_path: Path) -> Path:
-        """A fresh state directory in which the environment `debian` exists."""
+        """A fresh state directory in which the environment `debian` and the compiled programs exist."""
         state = tmp_path / "state"
         state.mkdir(mode=0o700)
-        (state / "store").symlink_to(debian_store)
+        (debian_store.parent / "native").mkdir(exist_ok=True)
+        for name in ("store", "native"):
+            (state / name).symlink_to(debian_store.parent / name)
         return state
 
     @pytest.fixture(scope="session", autouse=True)

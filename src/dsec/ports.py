@@ -174,9 +174,10 @@ class Backend(Protocol):
     api_version: ClassVar[int]
     """1. The edge refuses a backend of another major version."""
 
-    async def open(self, known: dict[str, Handle]) -> Mapping[str, Instance]:
-        """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned;
-        everything of this backend's that isn't in `known`, or doesn't run any more, is removed from the host."""
+    async def open(self, known: dict[str, Handle]) -> Mapping[str, Instance | InstanceEnd]:
+        """Begin to serve. `known`: the handles of all sandboxes on record. What still runs is adopted and returned, and
+        why the others ended, where that is known; everything of this backend's that isn't in `known`, or doesn't run
+        any more, is removed from the host."""
         ...
 
     @property
@@ -188,8 +189,9 @@ class Backend(Protocol):
         """Raise `Unsupported`, `InvalidRequest` or `EnvironmentNotFound` for what can't work here. No I/O."""
         ...
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
-        """Choose names for everything that `create` is going to make. Makes nothing; no I/O."""
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+        """Choose names for everything that `create` is going to make. Makes nothing; no I/O. `tenant`: a small number
+        of the project; sandboxes of different ones share no user id of the host."""
         ...
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> Instance:

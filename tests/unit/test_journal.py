@@ -308,3 +308,12 @@ def test_newer_node_facts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "s" / "node.json").write_text(json.dumps({**facts, "schema": 2}))
     with pytest.raises(Internal, match="newer version"):
         StateDir(tmp_path / "s")
+
+
+def test_a_project_keeps_its_number(tmp_path: Path) -> None:
+    first = StateDir(tmp_path)
+    assert [first.tenant(name) for name in ("a", "b", "a", "c")] == [0, 1, 0, 2]
+    first.close()
+    second = StateDir(tmp_path)
+    assert [second.tenant(name) for name in ("c", "d", "a")] == [2, 3, 0]
+    second.close()

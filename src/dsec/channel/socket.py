@@ -30,9 +30,10 @@ from dsec.wire.frames import MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDec
 from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
 
 RETAIN_COUNT = 32
-"""Ended operations that are kept for later readers."""
+"""Ended operations without a key that are kept for later readers. Those with a key are kept until they are released: a
+result that was dropped would make its command run again."""
 RETAIN_S = 120.0
-"""For at most this long after their end."""
+"""Ended operations without a key are kept for at most this long."""
 
 _BURST = 8
 """Frames taken before other channels get their turn: at most 512 KiB of output, spooled or not."""
@@ -126,7 +127,7 @@ class SocketChannel:
             raise again(self._error)
         if self.session.live >= MAX_OPS and not self._drop_oldest(unread=True):
             raise QuotaExceeded(
-                f"{MAX_OPS} commands are live in this sandbox", remedy="Wait for some of them, or release ended ones."
+                f"{MAX_OPS} commands are live or kept in this sandbox", remedy="Wait for some, or release ended ones."
             )
         try:
             op, frames = self.session.start(request)
@@ -299,7 +300,7 @@ class SocketChannel:
 
     def _drop_oldest(self, *, unread: bool) -> bool:
         for operation in self._ended.values():
-            if not operation.busy and (unread or operation.was_read):
+            if operation.key is None and not operation.busy and (unread or operation.was_read):
                 self.forget(operation)
                 return True
         return False
@@ -313,11 +314,10 @@ class SocketChannel:
     async def _sweep(self) -> None:
         """Release what ended RETAIN_S ago. Lives while there is something to wait for."""
         try:
-            while self._ended:
-                oldest = min(operation.ended_at for operation in self._ended.values())
-                await self._clock.sleep(max(1.0, oldest + RETAIN_S - self._clock.monotonic()))
+            while times := [operation.ended_at for operation in self._ended.values() if operation.key is None]:
+                await self._clock.sleep(max(1.0, min(times) + RETAIN_S - self._clock.monotonic()))
                 now = self._clock.monotonic()
-                for operation in list(self._ended.values()):
+                for operation in [each for each in self._ended.values() if each.key is None]:
                     if operation.ended_at + RETAIN_S <= now and not operation.busy:
                         self.forget(operation)
         finally:

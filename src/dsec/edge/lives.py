@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -50,7 +50,9 @@ class Lives:
         config: EdgeConfig,
         capacity: Capacity,
         tasks: Tasks,
+        tenant: Callable[[str], int],
     ) -> None:
+        """`tenant`: the number of a project."""
         self.sandboxes: dict[str, Sandbox] = {}
         self.names: dict[tuple[str, str, str], Sandbox] = {}
         self.created_total = 0
@@ -60,6 +62,7 @@ class Lives:
         self._clock = clock
         self._config = config
         self._tasks = tasks
+        self._tenant = tenant
         self.gate = Gate(config, capacity, self._admitted)
         self.timers = Timers(clock, tasks, self._due)
         self.removals = Removals(
@@ -130,7 +133,9 @@ class Lives:
 
     async def _make(self, sandbox: Sandbox) -> Instance:
         record, backend = sandbox.record, sandbox.backend
-        sandbox.record = record = replace(record, handle=backend.reserve(record.id, record.spec))
+        sandbox.record = record = replace(
+            record, handle=backend.reserve(record.id, record.spec, self._tenant(record.project))
+        )
         await self._journal.put(record)
         async with asyncio.timeout(self._config.create_timeout_s):
             return await backend.create(record.id, record.spec, record.handle)
@@ -383,21 +388,21 @@ class Lives:
         self.timers.set(("prune", ""), self._clock.monotonic() + self._config.prune_interval_s)
         return adopted
 
-    def _adopt(self, sandbox: Sandbox, instance: Instance | None) -> bool:
+    def _adopt(self, sandbox: Sandbox, found: Instance | InstanceEnd | None) -> bool:
         record = sandbox.record
+        end = found if isinstance(found, InstanceEnd) else None
+        instance = None if isinstance(found, InstanceEnd) else found
         sandbox.instance = instance
         if record.state is State.ENDING:
             self._queue_end(sandbox)
             return False
         if instance is None:
-            half_made = record.state is State.STARTING
+            if record.state is State.STARTING:
+                end = InstanceEnd(Cause.CREATE_FAILED, "the server went down while it was made")
+            else:
+                end = end or InstanceEnd(Cause.NODE_LOST, "it was gone when the server came back")
             sandbox.record = replace(
-                record,
-                state=next_state(record.state, Event.GONE),
-                cause=Cause.CREATE_FAILED if half_made else Cause.NODE_LOST,
-                message="the server went down while it was made"
-                if half_made
-                else "it was gone when the server came back",
+                record, state=next_state(record.state, Event.GONE), cause=end.cause, message=end.message
             )
             self._queue_end(sandbox)
             return False

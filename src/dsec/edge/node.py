@@ -56,7 +56,13 @@ class Edge:
         self._config = config
         self._tasks = tasks
         self._lives = Lives(
-            backends=self._backends, journal=journal, clock=clock, config=config, capacity=capacity, tasks=tasks
+            backends=self._backends,
+            journal=journal,
+            clock=clock,
+            config=config,
+            capacity=capacity,
+            tasks=tasks,
+            tenant=state.tenant,
         )
         self._naming = Naming(
             lives=self._lives,

@@ -1,9 +1,9 @@
 """The state directory: one server at a time, and the node's facts.
 
 Owns `lock` (flock, holds the holder's pid) and `node.json` (edge number, node key, how far sandbox numbers are
-reserved; replaced atomically and synced). Invariant: a number that `take_sequence` gave out is below the reservation
-on disk, so no number comes twice, whatever dies when (numbers wrap at 2**32, long after the sandboxes of that number
-are gone).
+reserved, the projects in the order of their numbers; replaced atomically and synced). Invariant: a number that
+`take_sequence` gave out is below the reservation on disk, so no number comes twice, whatever dies when (numbers wrap
+at 2**32, long after the sandboxes of that number are gone).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class StateDir:
                 facts = {"schema": SCHEMA_VERSION, "edge": edge or 0, "key": secrets.token_hex(32), "reserved": 0}
             self.edge = int(facts["edge"])
             self.key = bytes.fromhex(facts["key"])
+            self._projects = {name: number for number, name in enumerate(facts.get("projects", ()))}
             self._next = int(facts["reserved"])
             self._reserved = self._next
             self._reserve(self._next + RESERVE)
@@ -54,6 +55,15 @@ class StateDir:
         self._next += 1
         return value % _SEQUENCES
 
+    def tenant(self, project: str) -> int:
+        """The number of a project on this node: 0, 1, 2, ... in the order in which they first made a sandbox. Writes to
+        disk for a new one."""
+        number = self._projects.get(project)
+        if number is None:
+            number = self._projects[project] = len(self._projects)
+            self._reserve(self._reserved)
+        return number
+
     def close(self) -> None:
         """Give the rest of the reservation back and unlock. Idempotent."""
         if self._lock < 0:
@@ -63,7 +73,13 @@ class StateDir:
         self._lock = -1
 
     def _reserve(self, upto: int) -> None:
-        facts = {"schema": SCHEMA_VERSION, "edge": self.edge, "key": self.key.hex(), "reserved": upto}
+        facts = {
+            "schema": SCHEMA_VERSION,
+            "edge": self.edge,
+            "key": self.key.hex(),
+            "reserved": upto,
+            "projects": list(self._projects),
+        }
         _write_synced(self.path / "node.json", json.dumps(facts).encode())
         self._reserved = upto
 
@@ -96,6 +112,7 @@ def _read_facts(path: Path) -> dict[str, Any] | None:
         valid = (
             isinstance(schema, int) and 0 <= facts["edge"] < 1 << 16 and len(bytes.fromhex(facts["key"])) == 32
             and isinstance(facts["reserved"], int) and facts["reserved"] >= 0
+            and all(isinstance(name, str) for name in facts.get("projects", ()))
         )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(path) from error

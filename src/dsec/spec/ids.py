@@ -1,8 +1,8 @@
 """Sandbox ids: 24 lower-case letters and digits that say which edge owns the sandbox and in which epoch it was made.
 
-Layout, 15 bytes in base32 (`0-9a-v`): u16 edge, u24 epoch, u32 sequence, 6 bytes of HMAC-SHA256 over the former under the node's
-key. So any apiserver routes by decoding, an id of an older epoch fails fast as lost, and no id can be guessed. Short enough for a DNS
-label together with a port.
+Layout, 15 bytes in base32 (`0-9a-v`): u16 edge, u24 epoch, u32 sequence, 6 bytes of HMAC-SHA256 over the former under
+the node's key. So any apiserver routes by decoding, an id of an older epoch fails fast as lost, and no id can be
+guessed. Short enough for a DNS label together with a port.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     ttl_s: Seconds | None = 4 * 3600.0
     """The sandbox ends this long after it was created; None: never."""
     idle_ttl_s: Seconds | None = None
-    """Ends after this long without a request or running command. Off: a sandbox that waits for a model never expires by itself."""
+    """Ends after this long without a request or running command. Off: a sandbox that waits for a model never expires by
+    itself."""
     command_timeout_s: Seconds | None = 3600.0
     """Default wall time of one command, then it is ended whole (`command_timeout`)."""
     env: dict[str, str] = {}
@@ -63,7 +64,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     labels: dict[str, str] = {}
     run: Name | None = None
     name: Key | None = None
-    """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that exists."""
+    """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that is
+    there."""
     cpu_class: str | None = None
     network: dict[str, bool] | None = None
     gpus: int | None = None
@@ -128,8 +130,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FileInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One directory entry. Names are bytes on Linux: `name` carries undecodable ones by surrogate escapes (`os.fsencode`),
-    percent-encoded on the wire where JSON cannot hold them (`name_b64`)."""
+    """One directory entry. Names are bytes on Linux: where one isn't UTF-8, `name` is a view with replacement characters
+    and `name_b64` holds its bytes."""
 
     name: str
     type: Literal["file", "directory", "symlink", "fifo", "socket", "char", "block"]

@@ -38,6 +38,7 @@ from dsec.store.volume import Volume
 log = logging.getLogger(__name__)
 
 ID_BASE = 1 << 20
+"""Of the first project; each has a range of ID_COUNT user and group ids of its own."""
 OOM_SCORE_ADJ = 500
 """Before the host's own processes, when the host itself runs out of memory."""
 _EXIT_WAIT_S = 10.0
@@ -96,7 +97,7 @@ class ContainerBackend:
 
     # --- opening and closing ---
 
-    async def open(self, known: dict[str, Handle]) -> dict[str, ContainerInstance]:
+    async def open(self, known: dict[str, Handle]) -> dict[str, ContainerInstance | InstanceEnd]:
         state = await self._connect()
         slots = await asyncio.to_thread(
             self.host.pool.open, {handle["slot"]: sandbox_id for sandbox_id, handle in known.items() if handle}
@@ -105,16 +106,22 @@ class ContainerBackend:
         alive = {i: known[i] for i in known if i in state.live and known[i] and known[i]["slot"] in slots}
         for sandbox_id in state.live:
             self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
-        adopted = {}
+        found: dict[str, ContainerInstance | InstanceEnd] = {}
         for sandbox_id, handle in alive.items():
             try:
-                adopted[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
+                found[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
             except DsecError as error:
                 log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
-        strays = (state.live.keys() | state.ended.keys() | known.keys() | self.host.volume.list()) - adopted.keys()
+        for sandbox_id, (_, status) in state.ended.items():
+            slot = slots.get(known[sandbox_id]["slot"]) if known.get(sandbox_id) else None
+            if slot is not None:
+                found[sandbox_id] = _why(slot, status)
+        strays = (
+            state.live.keys() | state.ended.keys() | known.keys() | self.host.volume.list()
+        ) - self._instances.keys()
         for sandbox_id in strays:
             await self.destroy(sandbox_id, known.get(sandbox_id, {}))
-        return adopted
+        return found
 
     async def _connect(self) -> ZygoteState:
         """Connect to the zygote that runs, or start one. One of another version goes when nothing lives in it."""
@@ -166,7 +173,7 @@ class ContainerBackend:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
         self.host.environments.get(spec.environment)
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
         cpus = self._cpus[sandbox_id] = self.host.picker.pick(spec.cpus)
         return {
             "slot": self.host.pool.reserve(_shape(spec)),
@@ -174,6 +181,7 @@ class ContainerBackend:
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpus,
             "affinity": cpus,
+            "id_base": ID_BASE + tenant * ID_COUNT,
         }
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
@@ -190,10 +198,11 @@ class ContainerBackend:
         if zygote is None:
             raise Unavailable("the zygote is being started again")
         environment = host.environments.get(spec.environment)
-        lowers = tuple(str(host.layers.path(digest, ID_BASE)) for digest in environment.layers)
+        id_base = handle["id_base"]
+        lowers = tuple(str(host.layers.path(digest, id_base)) for digest in environment.layers)
         host.volume.check_space()
-        slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, ID_BASE)
-        upper, work = host.volume.make(sandbox_id, spec.disk_bytes, ID_BASE)
+        slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, id_base)
+        upper, work = host.volume.make(sandbox_id, spec.disk_bytes, id_base)
         view = host.views.acquire(spec.cpus, spec.memory_bytes)
         self._views.add(sandbox_id)
         request = SpawnRequest(
@@ -201,7 +210,7 @@ class ContainerBackend:
             lowers=lowers,
             upper=str(upper),
             work=str(work),
-            id_base=ID_BASE,
+            id_base=id_base,
             id_count=ID_COUNT,
             cgroup2=slot.v2,
             cgroups=slot.v1,
@@ -256,7 +265,7 @@ class ContainerBackend:
             exited.set_result(status)
         instance = self._instances.get(sandbox_id)
         if instance is not None:
-            instance.note_end(_why(instance, status))
+            instance.note_end(_why(instance.slot, status))
 
     def _on_lost(self) -> None:
         """The zygote died; its guests die with it."""
@@ -333,12 +342,12 @@ def _shape(spec: SandboxSpec) -> Shape:
     return Shape(spec.memory_bytes, spec.cpus, spec.pids)
 
 
-def _why(instance: ContainerInstance, status: int) -> InstanceEnd:
+def _why(slot: Slot, status: int) -> InstanceEnd:
     """Nothing inside can send pid 1 a signal that it doesn't handle, so a SIGKILL came from outside, or from the kernel
     for memory."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        if number == signal.SIGKILL and instance.usage().oom_kills:
+        if number == signal.SIGKILL and slot.usage().oom_kills:
             return InstanceEnd(Cause.MEMORY_LIMIT, "the kernel ended the whole sandbox for its memory limit")
         if number == signal.SIGKILL:
             return InstanceEnd(Cause.PLATFORM_KILLED, "pid 1 inside was killed from outside")

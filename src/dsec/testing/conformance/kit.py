@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from dsec.ports import Backend, GuestChannel, Handle, Instance, Operation
+from dsec.ports import Backend, GuestChannel, Handle, Instance, InstanceEnd, Operation
 from dsec.spec.operations import EndKind, ExecFlag, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxSpec
 
@@ -69,6 +69,8 @@ class Sandboxes:
         self.backend: Backend = factory.make()
         self.handles: dict[str, Handle] = {}
         self.instances: dict[str, Instance] = {}
+        self.ends: dict[str, InstanceEnd] = {}
+        """Of those that ended while no edge was there, as the last `next_edge` was told."""
 
     def spec(self, **changes: Any) -> SandboxSpec:
         """A small sandbox in the factory's environment."""
@@ -99,7 +101,9 @@ class Sandboxes:
         await self.backend.close(keep=True)
         self.backend = self.factory.make()
         known = {sandbox_id: handle for sandbox_id, handle in self.handles.items() if sandbox_id != forget}
-        self.instances = dict(await self.backend.open(known))
+        found = await self.backend.open(known)
+        self.instances = {name: each for name, each in found.items() if not isinstance(each, InstanceEnd)}
+        self.ends = {name: each for name, each in found.items() if isinstance(each, InstanceEnd)}
         if forget is not None:
             del self.handles[forget]
 

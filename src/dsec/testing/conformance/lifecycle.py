@@ -179,6 +179,7 @@ class TestAdoption:
         await factory.kill_guest(dead.sandbox_id)
         await sandboxes.next_edge()
         assert set(sandboxes.instances) == {alive.sandbox_id}
+        assert all(end.cause in KILLED_FROM_OUTSIDE for end in sandboxes.ends.values())
         await sandboxes.destroy(dead.sandbox_id)
 
     async def test_an_adopted_one_ends_with_its_cause(self, sandboxes: Sandboxes, factory: Factory) -> None:
