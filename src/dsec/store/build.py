@@ -77,8 +77,9 @@ def build_debian_layer(
         top, config = Path(scratch) / "root", Path(scratch) / "apt.conf"
         config.write_text("".join(f"{line}\n" for line in _apt_options()))
         command = [program, "--mode=root", "--variant=essential", "--format=directory", f"--aptopt={config}"]
+        # No path-exclude: mmdebstrap then sends every package through a filter, and takes 12 s more than deleting
+        # later.
         command += ["--dpkgopt=force-unsafe-io"]
-        command += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in _LEFT_OUT]
         command += [f"--include={','.join(packages)}", suite, str(top), *map(str, host_sources(suite))]
         say(f"building the base: {suite} with {', '.join(packages)}")
         try:
