@@ -3,7 +3,8 @@
  *   main.c     set-up, the loop, timers, the control socket, reaping
  *   channel.c  frames in and out, resync; the only file that touches the channel
  *   request.c  START's fields, checked
- *   ops.c      operations: their life from START to RELEASE, streams, timeouts, kills
+ *   ops.c      operations: their life from START to RELEASE, timeouts, kills
+ *   streams.c  their pipes, within the window and the cap
  *   spawn.c    the fork of a command or file call, and what the child does until execve
  *   cgroup.c   a child cgroup per command: kill, CPU time, removal
  *   ring.c     bounded byte queues, lists
@@ -158,19 +159,31 @@ struct op {
 
 struct op *op_find(uint64_t id);
 void op_start(uint64_t id, uint8_t *data, size_t size);
-void op_stdin(struct op *op, uint64_t offset, const uint8_t *data, size_t size, bool eof);
-int op_ack(struct op *op, uint64_t out, uint64_t err); /* -EPROTO: bytes that don't exist */
 void op_signal(struct op *op, uint64_t id, uint32_t signal, uint32_t scope);
 void op_release(struct op *op);
-bool op_has_output(const struct op *op);
 void ops_resync(void (*each)(struct op *op)); /* forget what was sent on an earlier channel, call `each` for every operation */
-void ops_read_some(void);
 void ops_reaped(pid_t pid, int status, const struct rusage *usage);
 void ops_after_reaping(void);
 void ops_tick(uint64_t now);
 void trim_soon(void); /* memory was freed; idle sandboxes are many, so it goes back to the system */
 void ops_kill_all(void);
 void ops_remove_cgroups(void);
+
+void op_kill(struct op *op, enum dsec_end end, uint64_t now); /* everything that it started; `end`: unless an earlier reason stands */
+void op_advance(struct op *op); /* as far as it can go from the leader's end to the operation's */
+
+/* --- streams.c ----------------------------------------------------------------------------------------------------------------- */
+
+void stream_ready(struct source *source, uint32_t events);
+void stream_begin_drain(struct stream *stream); /* the leader ended: what is in the pipe now is still its output */
+bool stream_drained(const struct stream *stream);
+void stream_leave(struct stream *stream); /* to the processes that live on */
+bool op_has_output(const struct op *op);
+int op_ack(struct op *op, uint64_t out, uint64_t err); /* -EPROTO: bytes that don't exist */
+void input_ready(struct source *source, uint32_t events);
+void input_close(struct op *op);
+void op_stdin(struct op *op, uint64_t offset, const uint8_t *data, size_t size, bool eof);
+void ops_read_some(void);
 
 /* --- channel.c ----------------------------------------------------------------------------------------------------------------- */
 

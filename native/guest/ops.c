@@ -1,20 +1,16 @@
-/* Operations: from START to RELEASE. Their streams, timeouts, and ends. */
+/* Operations: from START to RELEASE. Their table, timeouts, kills, and ends. */
 #include <errno.h>
-#include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/ioctl.h>
-#include <unistd.h>
+#include <sys/wait.h>
 
 #include "bytes.h"
 #include "guest.h"
 
 #define BUCKETS 256
-#define TURN_BYTES 65536            /* read from one pipe before the next one has its turn */
-#define TURNS 32                    /* ... and so many of them before the loop looks at everything else */
 #define RETRY_NS (2 * 1000000ull)   /* look again whether a killed command is gone */
 #define GIVE_UP_NS (2 * NANOSECONDS) /* ... but no longer than this */
 #define SWEEP_NS (50 * 1000000ull)
@@ -24,7 +20,6 @@
 static struct op *by_id[BUCKETS], *by_pid[BUCKETS];
 static uint32_t released_count;
 static uint64_t sweep_ns = UINT64_MAX, trim_ns = UINT64_MAX;
-static uint8_t scratch[16384];
 
 /* --- the table ------------------------------------------------------------------------------------------------------------------- */
 
@@ -76,8 +71,7 @@ static void set_end(struct op *op, enum dsec_end end) {
     op->exit.end = (unsigned char)end;
 }
 
-/* Ends everything that the operation started. `end`: why, unless an earlier reason stands. */
-static void kill_whole(struct op *op, enum dsec_end end, uint64_t now) {
+void op_kill(struct op *op, enum dsec_end end, uint64_t now) {
     if (!op->reaped) set_end(op, end);
     op->deadline_ns = 0;
     if (op->kind == DSEC_EXEC) {
@@ -109,190 +103,6 @@ void ops_remove_cgroups(void) {
             if (op->has_cgroup) cgroup_remove(op->id);
         }
     }
-}
-
-/* --- output ---------------------------------------------------------------------------------------------------------------------- */
-
-/* A pipe whose operation has ended, held open by processes that live on: what they write is read and dropped, so that they
- * don't die of SIGPIPE. */
-struct leftover {
-    struct source source;
-    int fd;
-};
-
-static void leftover_ready(struct source *source, uint32_t events) {
-    struct leftover *leftover = CONTAINER_OF(source, struct leftover, source);
-    (void)events;
-    if (leftover->fd < 0) return;
-    ssize_t got = read(leftover->fd, scratch, sizeof scratch); /* level-triggered: one piece a turn */
-    if (got > 0 || (got < 0 && errno == EAGAIN)) return;
-    drop(&leftover->fd);
-    free_later(leftover);
-}
-
-static void stream_close(struct stream *stream) {
-    drop(&stream->fd);
-    stream->readable = false;
-    list_remove(&stream->link);
-}
-
-static void stream_leave(struct stream *stream) {
-    if (stream->fd < 0) return;
-    ssize_t got = read(stream->fd, scratch, sizeof scratch);
-    struct leftover *leftover = got == 0 ? NULL : malloc(sizeof *leftover);
-    if (!leftover) {
-        stream_close(stream);
-        return;
-    }
-    *leftover = (struct leftover){{leftover_ready}, stream->fd};
-    struct epoll_event event = {EPOLLIN, {.ptr = &leftover->source}};
-    epoll_ctl(guest.epoll, EPOLL_CTL_MOD, stream->fd, &event);
-    list_remove(&stream->link);
-    stream->fd = -1;
-}
-
-static void stream_ready(struct source *source, uint32_t events) {
-    struct stream *stream = CONTAINER_OF(source, struct stream, source);
-    (void)events;
-    if (stream->fd < 0) return;
-    stream->readable = true;
-    list_append(&guest.reading, &stream->link);
-}
-
-static size_t window_left(const struct op *op) {
-    uint64_t held = (op->out.ring.end - op->out.ring.base) + (op->err.ring.end - op->err.ring.base);
-    return held < DSEC_WINDOW ? DSEC_WINDOW - held : 0;
-}
-
-static void op_advance(struct op *op);
-
-static void over_cap(struct op *op, size_t bytes) {
-    op->dropped += bytes;
-    if (op->exit.flags & EXIT_TRUNCATED) return;
-    op->exit.flags |= EXIT_TRUNCATED;
-    op->output_cap = op->out.ring.end + op->err.ring.end;
-    if (op->reaped) { /* it had ended, but not all of its output fits */
-        op->end_known = true;
-        op->exit.end = END_OUTPUT_LIMIT;
-        op->exit.code = 0;
-    }
-    kill_whole(op, END_OUTPUT_LIMIT, now_ns());
-}
-
-/* Reads once. True if there may be more to read now; false where it must wait for data, for the window, or is done. */
-static bool stream_read(struct stream *stream) {
-    struct op *op = stream->op;
-    uint64_t total = op->out.ring.end + op->err.ring.end;
-    uint64_t most = op->state == OP_DRAINING ? MIN(stream->drain, TURN_BYTES) : TURN_BYTES;
-    size_t keep = op->released ? 0 : MIN(most, op->output_cap - total);
-    size_t drop = MIN(most - keep, sizeof scratch); /* beyond the cap, or released */
-    size_t window = window_left(op);
-    if (keep > window) {
-        keep = window;
-        drop = 0;
-    }
-    if (keep + drop == 0) return false;
-
-    struct iovec space[3];
-    ring_space(&stream->ring, keep, space);
-    space[2] = (struct iovec){scratch, drop};
-    ssize_t got = readv(stream->fd, space, 3);
-    if (got < 0 && errno == EAGAIN) {
-        stream->readable = false;
-        stream->drain = 0; /* somebody else read from the pipe */
-        if (stream->ring.base == stream->ring.end) ring_forget(&stream->ring, stream->ring.end);
-        return false;
-    }
-    if (got <= 0) {
-        stream_close(stream);
-        return false;
-    }
-    size_t kept = MIN((size_t)got, keep);
-    stream->ring.end += kept;
-    stream->drain -= MIN((uint64_t)got, stream->drain);
-    if ((size_t)got > kept && !op->released) over_cap(op, (size_t)got - kept);
-    if (kept) channel_notify(op);
-    return true;
-}
-
-void ops_read_some(void) {
-    for (int turn = 0; turn < TURNS; turn++) {
-        struct link *link = list_pop(&guest.reading);
-        if (!link) return;
-        struct stream *stream = CONTAINER_OF(link, struct stream, link);
-        struct op *op = stream->op;
-        if (stream_read(stream)) list_append(&guest.reading, &stream->link);
-        if (op->reaped) op_advance(op);
-    }
-}
-
-/* Never before STARTED has been said, though a pipe may be seen before the report is. */
-bool op_has_output(const struct op *op) {
-    return op->started && (op->out.sent < op->out.ring.end || op->err.sent < op->err.ring.end);
-}
-
-int op_ack(struct op *op, uint64_t out, uint64_t err) {
-    if (out > op->out.ring.end || err > op->err.ring.end) return -EPROTO;
-    struct stream *streams[] = {&op->out, &op->err};
-    uint64_t below[] = {out, err};
-    for (int i = 0; i < 2; i++) {
-        struct stream *stream = streams[i];
-        if (below[i] > stream->ring.base) stream->ring.base = below[i];
-        if (below[i] > stream->sent) stream->sent = below[i]; /* an edge that had it before a resync */
-        if (!stream->readable) ring_forget(&stream->ring, below[i]);
-    }
-    for (int i = 0; i < 2; i++) {
-        if (streams[i]->readable && streams[i]->fd >= 0) list_append(&guest.reading, &streams[i]->link);
-    }
-    channel_notify(op);
-    return 0;
-}
-
-/* --- input ----------------------------------------------------------------------------------------------------------------------- */
-
-static void input_close(struct op *op) {
-    drop(&op->input);
-    ring_forget(&op->input_ring, op->input_ring.end); /* what nobody is going to read counts as written */
-    channel_notify(op);
-}
-
-static void input_write(struct op *op) {
-    while (op->input >= 0 && op->input_ring.base < op->input_ring.end) {
-        struct iovec data[2];
-        ring_data(&op->input_ring, op->input_ring.base, op->input_ring.end - op->input_ring.base, data);
-        ssize_t put = writev(op->input, data, 2);
-        if (put > 0) {
-            ring_forget(&op->input_ring, op->input_ring.base + (uint64_t)put);
-        } else if (put < 0 && errno == EAGAIN) {
-            if (!op->input_watched) watch(op->input, &op->input_source, EPOLLOUT);
-            op->input_watched = true;
-            break;
-        } else {
-            input_close(op);
-        }
-    }
-    if (op->input >= 0 && op->input_eof && op->input_ring.base == op->input_ring.end) input_close(op);
-    channel_notify(op);
-}
-
-static void input_ready(struct source *source, uint32_t events) {
-    struct op *op = CONTAINER_OF(source, struct op, input_source);
-    (void)events;
-    if (op->input >= 0) input_write(op);
-}
-
-/* The caller has checked the offset, the window and the end. */
-void op_stdin(struct op *op, uint64_t offset, const uint8_t *data, size_t size, bool eof) {
-    uint64_t known = op->input_ring.end - offset; /* bytes of it that were here before */
-    if (known < size) {
-        if (op->input >= 0) {
-            ring_put(&op->input_ring, data + known, size - known);
-        } else {
-            op->input_ring.base = op->input_ring.end = offset + size;
-        }
-    }
-    op->input_eof |= eof;
-    input_write(op);
 }
 
 /* --- the life of an operation ------------------------------------------------------------------------------------------------------ */
@@ -348,19 +158,8 @@ static void op_end(struct op *op) {
     channel_notify(op);
 }
 
-static bool drained(struct stream *stream) { return stream->fd < 0 || stream->drain == 0; }
-
-static void begin_drain(struct stream *stream) {
-    int bytes = 0;
-    if (stream->fd >= 0) ioctl(stream->fd, FIONREAD, &bytes);
-    stream->drain = (uint64_t)bytes;
-    if (bytes == 0 || stream->fd < 0) return;
-    stream->readable = true;
-    list_append(&guest.reading, &stream->link);
-}
-
 /* Goes as far as it can from the leader's end to the operation's. */
-static void op_advance(struct op *op) {
+void op_advance(struct op *op) {
     if (op->state == OP_EMPTYING) {
         uint64_t now = now_ns(), cpu_us;
         if (cgroup_cpu_us(op->id, &cpu_us) == 0) op->exit.cpu_us = cpu_us;
@@ -373,10 +172,10 @@ static void op_advance(struct op *op) {
         }
         op->retry_ns = 0;
         op->state = OP_DRAINING;
-        begin_drain(&op->out);
-        begin_drain(&op->err);
+        stream_begin_drain(&op->out);
+        stream_begin_drain(&op->err);
     }
-    if (op->state == OP_DRAINING && drained(&op->out) && drained(&op->err)) op_end(op);
+    if (op->state == OP_DRAINING && stream_drained(&op->out) && stream_drained(&op->err)) op_end(op);
 }
 
 void ops_reaped(pid_t pid, int status, const struct rusage *usage) {
@@ -403,13 +202,13 @@ void ops_reaped(pid_t pid, int status, const struct rusage *usage) {
         set_end(op, WIFEXITED(status) ? END_EXITED : END_SIGNALED);
         op->exit.code = WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status);
     }
-    if ((op->flags & EF_KILL_LEFTOVERS) && !op->killed) kill_whole(op, END_EXITED, now_ns());
+    if ((op->flags & EF_KILL_LEFTOVERS) && !op->killed) op_kill(op, END_EXITED, now_ns());
     op->state = OP_EMPTYING;
     op->give_up_ns = now_ns() + GIVE_UP_NS;
     if (!op->has_cgroup || !op->killed) { /* whoever lives on is welcome to */
         op->state = OP_DRAINING;
-        begin_drain(&op->out);
-        begin_drain(&op->err);
+        stream_begin_drain(&op->out);
+        stream_begin_drain(&op->err);
     }
     op_advance(op);
 }
@@ -510,7 +309,7 @@ void op_signal(struct op *op, uint64_t id, uint32_t signal, uint32_t scope) {
     if (!op || op->state == OP_ENDED || (op->reaped && scope != 2)) {
         error = -ESRCH;
     } else if (scope == 2) {
-        kill_whole(op, END_KILLED, now_ns());
+        op_kill(op, END_KILLED, now_ns());
     } else if (kill(scope == 1 ? -op->pid : op->pid, (int)signal)) {
         error = -errno;
     }
@@ -525,7 +324,7 @@ void op_release(struct op *op) {
     op->released = true;
     released_count++;
     list_remove(&op->link);
-    if (!op->reaped) kill_whole(op, END_KILLED, now_ns());
+    if (!op->reaped) op_kill(op, END_KILLED, now_ns());
     struct stream *streams[] = {&op->out, &op->err};
     for (int i = 0; i < 2; i++) { /* nobody is going to acknowledge anything: what comes is dropped */
         streams[i]->sent = streams[i]->ring.base = streams[i]->ring.end;
@@ -569,14 +368,14 @@ void ops_tick(uint64_t now) {
     for (size_t i = 0; i < BUCKETS; i++) {
         for (struct op *op = by_id[i], *next; op; op = next) {
             next = op->next_by_id;
-            if (op->deadline_ns && op->deadline_ns <= now) kill_whole(op, END_TIMEOUT, now);
+            if (op->deadline_ns && op->deadline_ns <= now) op_kill(op, END_TIMEOUT, now);
             if (op->deadline_ns) wake_at(op->deadline_ns);
             if (op->retry_ns && op->retry_ns > now) {
                 wake_at(op->retry_ns);
             } else if (op->retry_ns && op->state == OP_EMPTYING) {
                 op_advance(op);
             } else if (op->retry_ns && !op->reaped) { /* a file call that didn't heed SIGTERM */
-                kill_whole(op, END_KILLED, now);
+                op_kill(op, END_KILLED, now);
             }
         }
     }

@@ -1,7 +1,7 @@
 """A guest as a plain subprocess, driven over socket pairs by blocking code: for the tests of the C guest.
 
-Owns: the built variants, the guest's process, its channel, and a cgroup of its own where the host has a v2 hierarchy. `close()` leaves
-nothing behind.
+Owns: the built variants, the guest's process, its channel, and a cgroup of its own where the host has a v2 hierarchy.
+`close()` leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ SANITIZER_ENV = {
 }
 
 
-VARIANTS = ("static", "sanitized")
-
-
 @functools.cache
 def _out() -> Path:
     out = Path(tempfile.mkdtemp(prefix="dsec-native-"))
@@ -62,6 +59,33 @@ def built(variant: str, name: str = "guest") -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return out / name
+
+
+def gone(pid: int) -> bool:
+    """Within patience; a zombie counts as gone."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()).endswith("\n"):
+            return text
+        time.sleep(0.005)
+    raise TimeoutError(path)
 
 
 @dataclass
@@ -289,6 +313,11 @@ class Guest:
             assert self.step() is not None, "the guest closed the channel"
         return op
 
+    def until(self, op: Op, word: bytes) -> None:
+        """Until `word` came on stdout."""
+        while word not in op.out:
+            assert self.step() is not None, "the guest closed the channel"
+
     def run(self, *argv: str | bytes, **fields: object) -> Op:
         """A command to its end."""
         return self.wait(self.start(EXEC, argv=list(argv), **fields))
@@ -302,7 +331,7 @@ class Guest:
         sent = start
         end = start + len(data)
         while sent < end or eof:
-            while sent < end and sent + 1 > op.stdin_acked + frames.WINDOW - frames.MAX_DATA and op.end is None:
+            while sent < end and sent + 1 > op.stdin_acked + frames.WINDOW - frames.MAX_DATA:
                 assert self.step() is not None
             part = data[sent - start : sent - start + frames.MAX_DATA]
             last = sent + len(part) == end

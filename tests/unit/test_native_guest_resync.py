@@ -1,8 +1,9 @@
-"""The guest and a channel that is lost: at every frame boundary an operation is neither lost nor repeated, and its output arrives byte
-for byte. What breaks the protocol closes the channel and nothing else."""
+"""The guest and a channel that is lost: at every frame boundary an operation is neither lost nor repeated, and its
+output arrives byte for byte. What breaks the protocol closes the channel and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -38,7 +39,7 @@ def number(state: dict[Tag, bytes], tag: Tag) -> int:
 
 
 class Script:
-    """A command with output on both streams and stdin, driven to its end over channels that live for `frames` frames each."""
+    """A command with output on both streams and stdin, which runs to its end over channels that are cut."""
 
     OUT = b"".join(b"%06d\n" % i for i in range(30_000))  # 210,000 bytes: several frames
     ERR = b"e" * 70_000
@@ -48,7 +49,10 @@ class Script:
         self.guest = guest
         self.ran = directory / f"{name}.ran"
         self.got = directory / f"{name}.got"
-        self.command = f"echo run >> {self.ran}; seq -f %06g 0 29999; head -c 70000 /dev/zero | tr '\\0' e >&2; cat > {self.got}; exit 7"
+        self.command = (
+            f"echo run >> {self.ran}; seq -f %06g 0 29999; head -c 70000 /dev/zero | tr '\\0' e >&2;"
+            f" cat > {self.got}; exit 7"
+        )
 
     def start_frames(self, op: int) -> list[bytes]:
         fields = self.guest.request(
@@ -67,8 +71,8 @@ class Script:
 
 
 def drive(script: Script, op_id: int, lifetimes: Iterator[int]) -> Op:
-    """An edge whose channel is cut after every so many frames that it sent or received; after each cut it goes by what the guest
-    says that it knows, as an edge that was restarted does."""
+    """An edge whose channel is cut after every so many frames that it sent or received; after each cut it goes by what
+    the guest says that it knows, as an edge that was restarted does."""
     guest = script.guest
     op = guest.ops.setdefault(op_id, Op(op_id))
     while op.end is None:
@@ -104,22 +108,18 @@ def drive(script: Script, op_id: int, lifetimes: Iterator[int]) -> Op:
 
 
 def test_a_channel_lost_at_every_frame_boundary(guest: Guest, tmp_path: Path) -> None:
-    """First a channel of n frames, then one that lasts: for every n up to where one channel is enough."""
-    for n in itertools.count(1):
+    """First a channel of n frames, then one that lasts: for every n, beyond where one channel is enough."""
+    for n in range(1, 41):
         script = Script(guest, tmp_path, f"once-{n}")
-        cut = iter([n])
-        lifetimes = itertools.chain(cut, itertools.repeat(100_000))
-        op = drive(script, n, lifetimes)
+        op = drive(script, n, itertools.chain([n], itertools.repeat(100_000)))
         script.check(op)
         guest.release(op)
         guest.ping()
-        if n >= 40 or len(list(cut)):
-            break
 
 
 @pytest.mark.parametrize("lifetime", [6, 7, 9, 13])
 def test_channels_that_all_live_shortly(guest: Guest, tmp_path: Path, lifetime: int) -> None:
-    """No shorter: two frames of a request and one that says that it arrived, or STARTED, STDIN_ACK and OUT, must have room."""
+    """No shorter: two frames of a request and an answer, or STARTED, STDIN_ACK and OUT, must have room."""
     script = Script(guest, tmp_path, "shortly")
     script.check(drive(script, 1, itertools.repeat(lifetime, 1000)))
 
@@ -247,9 +247,12 @@ def test_an_edge_that_asks_and_does_not_read(guest: Guest) -> None:
     """The guest takes no more than it can answer, and doesn't stop with that channel."""
     guest.channel.settimeout(0.5)
     ping = frames.encode(FrameType.PING, 0, bytes(8))
-    with pytest.raises(TimeoutError):
-        for _ in range(1_000_000):
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 1_000_000:
             guest.channel.sendall(ping)
+            sent += 1
+    assert sent < 1_000_000, "it went on taking what it couldn't answer"
     assert guest.private_kib() < 20_000
     guest.attach()
     guest.hello()
