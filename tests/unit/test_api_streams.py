@@ -406,3 +406,18 @@ async def test_openapi_describes_every_call(server: Served, box: str) -> None:
                     box = (await client.create("base")).id
     fields = document["components"]["schemas"]["SandboxSpec"]["properties"]
     assert fields["memory_bytes"]["minimum"] == 16 << 20
+
+
+async def test_a_caller_who_wants_the_result_alone_gets_one_packet(server: Served, box: str) -> None:
+    body = json.dumps({"argv": ["sh", "-c", "echo a; sleep 0.1; echo b"]}).encode()
+    for query, packets in (("", 2), ("?hold_ms=900", 1)):
+        reader, writer = await server.dial()
+        path = f"/v1/sandboxes/{box}/exec{query}"
+        writer.write(head(server, "POST", path, f"content-length: {len(body)}") + body)
+        found = [await reader.read(65536)]
+        while not found[-1].endswith(b"0\r\n\r\n"):
+            found.append(await reader.read(65536))
+        assert (len(found) > 1) == (packets > 1), query
+        writer.close()
+    answer = await server.error("POST", f"/v1/sandboxes/{box}/exec?hold_ms=long", body)
+    assert answer[:2] == (400, "invalid_request")

@@ -31,8 +31,10 @@ from dsec.sdk._config import DEFAULT_URL, Endpoint, find_endpoint, write_endpoin
 async def answering(*answers: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A server that gives these answers in turn, the last one for ever; also the requests that it saw."""
     requests: list[bytes] = []
+    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         head = await reader.readuntil(b"\r\n\r\n")
         requests.append(head)
         answer = answers[min(len(requests), len(answers)) - 1]
@@ -48,6 +50,10 @@ async def answering(*answers: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", requests
     finally:
         server.close()
+        for writer in writers:
+            writer.transport.abort()
+        await server.wait_closed()
+        await asyncio.sleep(0)
 
 
 def answer(status: int, body: bytes, *headers: str) -> bytes:
@@ -153,7 +159,7 @@ def test_an_event_loop_may_come_and_go(tmp_path: Path, recwarn: pytest.WarningsR
 
     for _ in range(2):
         asyncio.run(use())
-    assert not [warning for warning in recwarn if "nclosed" in str(warning.message)]
+    assert not [str(warning.message) for warning in recwarn if "nclosed" in str(warning.message)]
 
 
 # --- configuration ---

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dsec.api.exchange import ClientGone, Exchange
-from dsec.api.held import HeldAnswer
+from dsec.api.held import HOLD_S, HeldAnswer
 from dsec.edge.client import EdgeClient, Execution
 from dsec.errors import DsecError, InvalidRequest
 from dsec.spec.operations import Chunk
@@ -24,6 +24,7 @@ from dsec.wire.frames import ProtocolError
 
 MEDIA = MEDIA_TYPE.encode()
 MAX_RELEASES = 256
+MAX_HOLD_MS = 1000
 
 
 class Started(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +66,8 @@ _ENCODER = msgspec.json.Encoder()
 
 async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../exec"""
+    if x.scope["query_string"]:
+        x.check_query("hold_ms")
     if x.content_type == MEDIA:
         await _start_framed(edge, sandbox_id, x)
     else:
@@ -77,7 +80,7 @@ async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
 
 async def attach(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
     """GET .../exec/{key}"""
-    x.check_query("stdout_from", "stderr_from")
+    x.check_query("stdout_from", "stderr_from", "hold_ms")
     stdout_from = x.value("stdout_from", int, 0)
     stderr_from = x.value("stderr_from", int, 0)
     if min(stdout_from, stderr_from) < 0:
@@ -166,6 +169,14 @@ async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     await _stream(execution, x, reader=reader)
 
 
+def _hold_s(x: Exchange) -> float:
+    """`hold_ms`: how long output may be held so that it leaves together; for callers who want the result alone."""
+    if not x.scope["query_string"]:
+        return HOLD_S
+    hold_ms = x.value("hold_ms", int, -1)
+    return HOLD_S if hold_ms < 0 else min(hold_ms, MAX_HOLD_MS) / 1000
+
+
 async def _release_finished(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """`x-dsec-release`: keys of commands whose results the client has, so that releasing them takes no request of its
     own."""
@@ -197,7 +208,7 @@ async def _stream(
             _ENCODER.encode(Started(key=execution.key, pid=pid, attached=execution.attached)),
         )
 
-    held = HeldAnswer(x, MEDIA, first=first, reader=reader)
+    held = HeldAnswer(x, MEDIA, first=first, reader=reader, hold_s=_hold_s(x))
     events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(stdout_from, stderr_from))
     async with held, aclosing(events):
         try:

@@ -1,8 +1,8 @@
 """Streaming answers that are cheap when they are short: what comes within a moment leaves as one write.
 
 Owns the timing of `exec` and batch answers. A short command's start, output and end become one packet instead of three,
-which saves a system call and a wake-up of the client each. Nothing is held for longer than HOLD_S. A client that goes
-away ends the answer, not the work behind it.
+which saves a system call and a wake-up of the client each. Nothing is held for longer than HOLD_S, or than the caller
+said that it may be. A client that goes away ends the answer, not the work behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class HeldAnswer:
     __slots__ = (
         "_exchange",
         "_first",
+        "_hold_s",
         "_late",
         "_media_type",
         "_parts",
@@ -44,13 +45,15 @@ class HeldAnswer:
         *,
         first: Callable[[], Awaitable[bytes]] | None = None,
         reader: Callable[[], Awaitable[None]] | None = None,
+        hold_s: float = HOLD_S,
     ) -> None:
         """`first`: gives the part that comes before all others, once it is known. `reader`: consumes the rest of the
-        request's body; None where it was read whole."""
+        request's body; None where it was read whole. `hold_s`: how long a part may be held."""
         self._exchange = exchange
         self._media_type = media_type
         self._first = first
         self._reader = reader
+        self._hold_s = hold_s
         self._parts: list[bytes] = []
         self._size = 0
         self._late: asyncio.Task[None] | None = None
@@ -62,7 +65,7 @@ class HeldAnswer:
     async def __aenter__(self) -> HeldAnswer:
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HOLD_S, self._expired)
+        self._timer = loop.call_later(self._hold_s, self._expired)
         if self._reader is not None:
             self._watcher = loop.create_task(self._watch())
         return self
@@ -82,11 +85,11 @@ class HeldAnswer:
         return False
 
     def push(self, part: bytes) -> None:
-        """Add a part; it leaves within HOLD_S."""
+        """Add a part; it leaves within `hold_s`."""
         self._parts.append(part)
         self._size += len(part)
         if self._timer is None and self._late is None:
-            self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._expired)
+            self._timer = asyncio.get_running_loop().call_later(self._hold_s, self._expired)
 
     @property
     def full(self) -> bool:

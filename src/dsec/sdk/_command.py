@@ -46,6 +46,8 @@ _FRAMES = {"Content-Type": MEDIA_TYPE}
 _OCTETS = {"Content-Type": "application/octet-stream"}
 _STDIN_CHUNK = 256 << 10
 _RELEASES_A_REQUEST = 64
+_PATIENCE_MS = 1000
+"""How long the server may hold output of a command whose caller wants the result alone: then it comes in one piece."""
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -70,15 +72,15 @@ class ExecCalls:
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
         self.transport = transport
         self._path = f"/v1/sandboxes/{sandbox_id}/exec"
-        self._start: URL | None = None
+        self._start: tuple[URL, URL] | None = None
         self.done: list[str] = []
         """Keys chosen by this client whose results have arrived."""
 
-    def start_url(self) -> URL:
-        """Of a start."""
+    def start_url(self, patient: bool) -> URL:
+        """Of a start. `patient`: the result is wanted, not the output as it comes."""
         if self._start is None:
-            self._start = self.transport.url(self._path)
-        return self._start
+            self._start = (self.transport.url(self._path), self.transport.url(self._path, hold_ms=_PATIENCE_MS))
+        return self._start[patient]
 
     def url(self, key: str, verb: str = "", **query: object) -> URL:
         """Of a call on the command of a key."""
@@ -128,6 +130,7 @@ class AsyncCommand:
         self._body = body
         """The spec; None: it was started by somebody else."""
         self._own_key = own_key
+        self._patient = False
         self._input = stdin
         self._started = False
         self._queue: deque[tuple[ServerKind, bytes]] = deque()
@@ -212,6 +215,7 @@ class AsyncCommand:
         """Not for callers: read to the end."""
         if self._result is not None:
             return self._result
+        self._patient = on_stdout is None and on_stderr is None
         stdout: list[bytes] = []
         stderr: list[bytes] = []
         async for kind, payload in self._stream():
@@ -321,11 +325,12 @@ class AsyncCommand:
         body: Body = self._body if self._input is None else _framed(self._body, self._input)
         done = calls.take_done()
         if not done:
-            return await transport.open("POST", calls.start_url(), body=body, headers=headers, retry=self._retry)
+            url = calls.start_url(self._patient)
+            return await transport.open("POST", url, body=body, headers=headers, retry=self._retry)
         try:
             return await transport.open(
                 "POST",
-                calls.start_url(),
+                calls.start_url(self._patient),
                 body=body,
                 headers={**headers, "X-Dsec-Release": ",".join(done)},
                 retry=self._retry,
