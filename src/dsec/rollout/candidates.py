@@ -76,7 +76,7 @@ def make_burst(source: Source, tests: Source, seed: int, count: int) -> Burst:
     chosen += rng.choices(kinds, weights=[kind.weight for kind in kinds], k=count - len(chosen))
     if count > 1:
         fix = kinds[0].make()[0]
-        chosen[-1] = _Kind("right fix, its sandbox killed", 0, lambda: (fix, None, Cause.PLATFORM_KILLED))
+        chosen[-1] = _Kind("right fix, sandbox killed", 0, lambda: (fix, None, Cause.PLATFORM_KILLED))
     rng.shuffle(chosen)
     candidates = []
     for index, kind in enumerate(chosen):
@@ -116,8 +116,8 @@ def _kinds(source: Source, tests: Source, fault: Fault) -> list[_Kind]:
         _Kind("no change", 2, lambda: ({}, 0.0, Cause.EXITED)),
         _Kind("a comment only", 2, extended("\n# looks right to me\n")),
         _Kind("a syntax error", 2, extended("\ndef broken(:\n")),
-        _Kind("edits the tests, not the source", 2, lambda: (skipped, 0.0, Cause.EXITED)),
-        _Kind("right fix, and edits the tests", 1, lambda: ({**changed(faulty, fix), **skipped}, 1.0, Cause.EXITED)),
+        _Kind("edits the tests only", 2, lambda: (skipped, 0.0, Cause.EXITED)),
+        _Kind("right fix, edits tests too", 1, lambda: ({**changed(faulty, fix), **skipped}, 1.0, Cause.EXITED)),
         _Kind("prints OK and leaves", 2, extended(_FORGED)),
         _Kind("fills memory on import", 1, extended(_HOG, Cause.MEMORY_LIMIT)),
     ]

@@ -31,14 +31,14 @@ FAULTS: tuple[Fault, ...] = (
             Answer("half a fix: LRU only", 1, reverts=(0,)),
             Answer("half a fix: FIFO only", 1, reverts=(1,)),
             Answer(
-                "wrong fix: moves to the front",
+                "wrong fix: moves to front",
                 1,
                 breaks=True,
                 reverts=(1,),
                 edits=(Edit(_CACHE, "LRUCache.__getitem__", "pass", "self.__order.move_to_end(key, last=False)"),),
             ),
             Answer(
-                "wrong fix: evicts from the other end",
+                "wrong fix: evicts the newest",
                 0,
                 breaks=True,
                 edits=(Edit(_CACHE, "LRUCache.popitem", "iter(", "reversed("),),
@@ -62,7 +62,7 @@ FAULTS: tuple[Fault, ...] = (
                 edits=(Edit(_CACHE, "TTLCache.expire", "time > curr.expires", "time >= curr.expires"),),
             ),
             Answer("half a fix: lookup only", 1, reverts=(0,)),
-            Answer("half a fix: collection only", 1, reverts=(1,)),
+            Answer("half a fix: collecting only", 1, reverts=(1,)),
             Answer(
                 "wrong fix: a grace second",
                 0,
@@ -70,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
                 edits=(Edit(_CACHE, "TTLCache.expire", "time > curr.expires", "time > curr.expires + 1"),),
             ),
             Answer(
-                "wrong fix: expires everything",
+                "wrong fix: expires all",
                 1,
                 breaks=True,
                 reverts=(0,),
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
                 ),
             ),
             Answer(
-                "wrong fix: overwriting is free",
+                "wrong fix: overwrites free",
                 11,
                 reverts=(1,),
                 edits=(
@@ -141,14 +141,14 @@ FAULTS: tuple[Fault, ...] = (
             Answer("half a fix: methods only", 1, reverts=(0,)),
             Answer("half a fix: types only", 11, reverts=(1,)),
             Answer(
-                "wrong fix: one key for all calls",
+                "wrong fix: one key for all",
                 12,
                 breaks=True,
                 reverts=(1,),
                 edits=(Edit(_KEYS, "methodkey", "hashkey(self, *args, **kwargs)", "hashkey()"),),
             ),
             Answer(
-                "wrong fix: types without values",
+                "wrong fix: types, no values",
                 1,
                 breaks=True,
                 reverts=(0,),
@@ -177,13 +177,13 @@ FAULTS: tuple[Fault, ...] = (
             Answer("half a fix: reads only", 4, reverts=(0,)),
             Answer("half a fix: deleting only", 7, reverts=(1,)),
             Answer(
-                "wrong fix: deleting sets the count to zero",
+                "wrong fix: zeroes the count",
                 0,
                 reverts=(0,),
                 edits=(Edit(_CACHE, "LFUCache.__delitem__", "pass", "self.__counter[key] = 0"),),
             ),
             Answer(
-                "wrong fix: evicts the most used",
+                "wrong fix: evicts most used",
                 7,
                 reverts=(0, 1),
                 edits=(Edit(_CACHE, "LFUCache.popitem", "most_common(1)", "most_common()[-1:]"),),
@@ -218,17 +218,17 @@ FAULTS: tuple[Fault, ...] = (
                     ),
                 ),
             ),
-            Answer("half a fix: setdefault() only", 2, reverts=(0,)),
-            Answer("half a fix: pop() only", 8, reverts=(1,)),
+            Answer("half a fix: setdefault only", 2, reverts=(0,)),
+            Answer("half a fix: pop only", 8, reverts=(1,)),
             Answer(
-                "wrong fix: pop() never raises",
+                "wrong fix: pop never raises",
                 2,
                 breaks=True,
                 reverts=(0,),
                 edits=(Edit(_CACHE, "Cache.pop", "elif default is not self", "elif False"),),
             ),
             Answer(
-                "wrong fix: setdefault() stores nothing",
+                "wrong fix: stores nothing",
                 10,
                 breaks=True,
                 reverts=(1,),

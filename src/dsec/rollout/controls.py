@@ -53,7 +53,7 @@ ABUSES = (
     ),
     _Abuse(name="`yes`", argv=("yes",), cause=Cause.OUTPUT_LIMIT, limits={"output_bytes": 1 * MIB}),
     _Abuse(
-        name="a hang that ignores SIGTERM",
+        name="a hang, SIGTERM ignored",
         argv=("python3", "-c", _STUBBORN),
         cause=Cause.COMMAND_TIMEOUT,
         command_timeout_s=0.5,
@@ -115,9 +115,9 @@ async def _edits_the_tests(client: AsyncClient, task: Task, grader: Grader, meas
         source = {path: await sandbox.files.read_bytes(f"{ROOT}/{path}") for path in task.source}
         report, result, _ = await grader.grade(source)
     return Control(
-        name="tests edited, not the source",
-        expected="its own run passes, reward 0",
-        found=f"its own run {'passes' if own.ok else 'fails'}, reward {grading.reward(report, measure):g}",
+        name="edits the tests only",
+        expected="own run passes, reward 0",
+        found=f"own run {'passes' if own.ok else 'fails'}, reward {grading.reward(report, measure):g}",
         cpu_s=own.cpu_s + result.cpu_s,
         id=sandbox.id,
     )
@@ -145,5 +145,5 @@ async def _platform_kill(client: AsyncClient, environment: str) -> Control:
         infra = (await command.wait(request_timeout_s=20.0)).infra
     except DsecError as error:
         infra = error.infra or ("cause" in error.details and Cause(error.details["cause"]).infra)
-    found = f"{info.cause}, command {'infra' if infra else 'not infra'}"
-    return Control(name="the platform kills it", expected="platform_killed, command infra", found=found, id=sandbox.id)
+    found = f"{info.cause}, {'infra' if infra else 'not infra'}"
+    return Control(name="the platform kills it", expected="platform_killed, infra", found=found, id=sandbox.id)

@@ -36,8 +36,8 @@ from dsec.rollout.step import Grader, Step, Task, base_spec, create_burst, run_s
 _PROBE = Path(__file__).with_name("probe.py")
 _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
 SANDBOXES = 48
-"""Each change is tested twice, in its own sandbox and in the grader's, at 0.13 s of CPU with all that goes with it: some
-7 s on two cores."""
+"""Each change is tested twice, in its own sandbox and in the grader's, at 0.13 s of CPU with all that goes with it: 7 s
+on two cores."""
 
 
 class Options(Struct, frozen=True):
@@ -190,10 +190,12 @@ def _host_facts(client: AsyncClient, state: Path) -> list[tuple[str, str]]:
     holds = ", ".join(f"{kind} {count}" for kind, count in here.items() if count)
     return [
         ("kernel", f"{platform.system()} {platform.release()}, {os.cpu_count()} cores"),
-        ("server", f"{client.url}, state in {state}, runs on /run/dsec/{census.instance_of(state)}"),
-        ("raised", ", ".join(settings) or "no kernel setting"),
+        ("server", f"{client.url}, state in {state}"),
+        ("mounts", f"below /run/dsec/{census.instance_of(state)}"),
+        ("raised", f"{len(settings)} kernel settings, listed in {state / 'host.json'}"),
         *([("installed", ", ".join(others))] if others else []),
-        ("holds", f"{holds}; gone when the server ends. The rest: `bin/dsec host undo` takes it back"),
+        ("holds", f"{holds}: gone when the server ends"),
+        ("undo", "bin/dsec host undo"),
     ]
 
 

@@ -4,6 +4,7 @@ when piped."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,9 +41,10 @@ class Screen:
         print_ = self.console.print
         print_("[bold]dsec: one step of agentic RL[/bold]")
         project, burst = task.project, task.burst
-        print_(f"  project    {project.name} {project.version}  sha256 {project.sha256}")
+        print_(f"  project    {project.name} {project.version}")
+        print_(f"  sha256     {project.sha256}")
         print_(f"  fault      {burst.fault.name}: {burst.fault.what} ({burst.fault.broken} tests fail)")
-        print_(f"  seed       {burst.seed}  ({len(burst.candidates)} candidates; the same seed gives the same rewards)")
+        print_(f"  seed       {burst.seed}  ({len(burst.candidates)} candidates; the same seed, the same rewards)")
         for name, value in facts:
             print_(f"  {name:10} {value}")
         print_("  isolation, as seen from inside a sandbox:")
@@ -69,17 +71,18 @@ class Screen:
     def step(self, step: Step, *, every: bool) -> None:
         """The table of candidates: one line of each kind and all surprises, or every one."""
         rows = step.rows if every else _one_of_each(step.rows)
-        counts = {row.candidate: sum(other.candidate == row.candidate for other in step.rows) for row in rows}
+        kinds = Counter(row.candidate for row in step.rows)
         table = _table(
             "candidate", "n", "own run", "passed", "failed", "reward", "expected", "cause", "infra", "CPU s", "id"
         )
         for row in rows:
+            graded = row.reward is not None
             table.add_row(
                 row.candidate,
-                "" if every else f"{counts[row.candidate]}",
+                f"{kinds[row.candidate]}",
                 row.own,
-                f"{row.passed}" if row.reward is not None else "-",
-                f"{row.failed}" if row.reward is not None else "-",
+                f"{row.passed}" if graded else "-",
+                f"{row.failed}" if graded else "-",
                 _reward(row.reward),
                 _reward(row.expected),
                 str(row.cause),
@@ -88,7 +91,7 @@ class Screen:
                 row.id,
                 style="bold red" if row.surprise else None,
             )
-        self.console.print(table)
+        self._print_whole(table)
         for row in rows:
             if row.surprise:
                 self.console.print(f"[red]surprise[/red]: {row.candidate} ({row.id}): {row.message or 'see its line'}")
@@ -101,14 +104,13 @@ class Screen:
 
     def controls(self, controls: Sequence[Control]) -> None:
         """The table of controls."""
-        table = _table("control", "must be", "is", "", "CPU s", "id")
+        table = _table("control", "must be and is", "", "CPU s", "id")
         for control in controls:
+            said = f"{control.found} instead of {control.expected}" if control.surprise else control.found
             mark = "WRONG" if control.surprise else "ok"
             style = "bold red" if control.surprise else None
-            table.add_row(
-                control.name, control.expected, control.found, mark, f"{control.cpu_s:.2f}", control.id, style=style
-            )
-        self.console.print(table)
+            table.add_row(control.name, said, mark, f"{control.cpu_s:.2f}", control.id, style=style)
+        self._print_whole(table)
 
     def facts(self, facts: Iterable[tuple[str, bool, str]]) -> None:
         """Checks, each good or not."""
@@ -128,6 +130,16 @@ class Screen:
             return
         with self.console.status(text) as status:
             yield lambda word: status.update(f"{text}: [dim]{escape(word)}[/dim]")
+
+    def _print_whole(self, table: Table) -> None:
+        """Nothing in a table is cut: a narrow terminal wraps its lines."""
+        width = self.console.width
+        wide = self.console.options.update(width=_PLAIN_WIDTH)
+        self.console.width = max(width, self.console.measure(table, options=wide).maximum)
+        try:
+            self.console.print(table, crop=False)
+        finally:
+            self.console.width = width
 
     def _show(self, phase: str, done: int, total: int) -> None:
         if not self.console.is_terminal or os.environ.get("TERM") == "dumb":

@@ -59,7 +59,7 @@ class LocalServer:
 
     @classmethod
     async def start(cls, state: Path, *, told: Callable[[str], None] = lambda _: None) -> LocalServer:
-        """Start `dsec serve` on `state`, at any free port; returns when it answers. `told` hears what it says meanwhile.
+        """Start `dsec serve` on `state`, at any free port; returns when it answers. `told` hears what it says.
 
         Raises `Unavailable` where it doesn't start.
         """
