@@ -27,12 +27,12 @@ from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.node import Edge
-from dsec.errors import DsecError, PermissionDenied, Unavailable
+from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
 from dsec.store.build import build_debian_layer
-from dsec.store.environments import EnvironmentStore
+from dsec.store.environments import DEFAULT, EnvironmentStore
 from dsec.store.layers import LayerMounts, LayerStore
 from dsec.store.views import Views
 from dsec.store.volume import Volume
@@ -79,9 +79,13 @@ def open_host(config: Config) -> Host:
     ledger = Ledger(config.state / "host.json")
     for line in prepare_host(ledger):
         log.info("host: %s", line)
+    ledger.record("directory", str(config.run))
     environments = open_environments(config)
     layers = LayerMounts(config.run, environments.layers)
     layers.open()
+    with contextlib.suppress(EnvironmentNotFound):  # so that its hot files are in memory before the first burst
+        for digest in environments.get(DEFAULT).layers:
+            layers.path(digest)
     return Host(
         state=config.state,
         run=config.run,
@@ -146,6 +150,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
     async with open_edge(config, keep=keep) as edge:
+        environments.layers.clear_scratch()  # what builds that were killed left
 
         def listed() -> list[EnvironmentInfo]:
             return [
@@ -197,4 +202,5 @@ def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]
         raise Unavailable(f"nothing was undone: {error.message}", remedy="Stop the server first.") from error
     except DsecError as error:
         log.warning("sandboxes could not be ended in order: %s", error)
-    return list(Ledger(config.state / "host.json").undo(packages=packages))
+    said = list(Ledger(config.state / "host.json").undo(packages=packages))
+    return [*said, f"kept: {config.state} (environments and records; remove it by hand to be rid of them)"]

@@ -42,6 +42,7 @@ ID_BASE = 1 << 20
 OOM_SCORE_ADJ = 500
 """Before the host's own processes, when the host itself runs out of memory."""
 _EXIT_WAIT_S = 10.0
+_SWEEP_EVERY = 64
 
 
 class Host:
@@ -85,6 +86,7 @@ class ContainerBackend:
         self._views: set[str] = set()
         self._zygote: ZygoteClient | None = None
         self._epoch = 0
+        self._removed = 0
         self._restart: asyncio.Task[None] | None = None
 
     @property
@@ -309,10 +311,6 @@ class ContainerBackend:
         self._exits.pop(sandbox_id, None)
         if instance is not None:
             await instance.channel.close()
-        if slot is not None:
-            self.host.pool.give_back(slot)
-        elif handle:
-            self.host.pool.cancel(handle["slot"])
         if (cpus := self._cpus.pop(sandbox_id, None)) is not None:
             self.host.picker.release(cpus, handle["cpus"])
         if sandbox_id in self._views:
@@ -320,6 +318,13 @@ class ContainerBackend:
             self.host.views.release(handle["cpus"], handle["memory_bytes"])
         self.host.volume.remove(sandbox_id)
         self.host.volume.remove_spool(sandbox_id)
+        self._removed += 1
+        if self._removed % _SWEEP_EVERY == 0:
+            self.host.volume.sweep()
+        if slot is not None:  # after the files: emptying a slot would write out what is about to be deleted
+            self.host.pool.give_back(slot)
+        elif handle:
+            self.host.pool.cancel(handle["slot"])
         if self._zygote is not None:
             with contextlib.suppress(Unavailable):
                 await self._zygote.forget(sandbox_id)
