@@ -28,7 +28,7 @@
 #define MFD_EXEC 0x10u
 #endif
 
-struct world world = {.host_mounts = -1, .tiny_mounts = -1, .host_network = -1, .epoll = -1};
+struct world world = {.host_mounts = -1, .tiny_mounts = -1, .proc = -1, .host_network = -1, .epoll = -1};
 static int ready = -1; /* to the process that was started: one byte, or a message */
 
 uint64_t now_ns(void) {
@@ -86,10 +86,29 @@ static void keep_guest(const char *path) {
 
 static int open_up(const char *path) { return fd_up(open(path, O_RDONLY | O_CLOEXEC)); }
 
+/* A proc of a pid namespace whose only process is gone: it shows nobody. A detached mount. */
+static int proc_of_nobody(void) {
+    pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWPID | CLONE_FILES | SIGCHLD, NULL, NULL, NULL, NULL);
+    must("clone into a pid namespace", pid);
+    if (pid == 0) {
+        int fs = x_fsopen("proc");
+        int tree = fs < 0 || x_fsconfig(fs, X_FSCONFIG_CMD_CREATE, NULL, NULL) < 0
+                       ? -1
+                       : x_fsmount(fs, X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NODEV | X_MOUNT_ATTR_NOEXEC);
+        close(fs);
+        _exit(tree < 0 || tree > 127 ? 0 : tree); /* the table of descriptors is shared: its number is the answer */
+    }
+    int status = 0;
+    while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
+    errno = EIO;
+    return WIFEXITED(status) && WEXITSTATUS(status) ? WEXITSTATUS(status) : -1;
+}
+
 /* The mount namespace that sandboxes are cloned from: an unwritable tmpfs and one whole proc, without which no user namespace may mount
  * its own. */
 static void make_tiny_mounts(void) {
     const unsigned still = X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NODEV | X_MOUNT_ATTR_NOEXEC;
+    must("opening /proc", world.proc = fd_up(open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)));
     must("opening the mount namespace", world.host_mounts = open_up("/proc/self/ns/mnt"));
     must("unshare(CLONE_NEWNS): is this root with CAP_SYS_ADMIN?", unshare(CLONE_NEWNS));
     must("making mounts private", mount("", "/", NULL, MS_REC | MS_PRIVATE, NULL));
@@ -102,20 +121,22 @@ static void make_tiny_mounts(void) {
     must("mounting a tmpfs", tree);
     must("attaching a tmpfs", x_attach(tree, AT_FDCWD, "/proc"));
     must("chdir", chdir("/proc"));
-    static const char *const DIRS[] = {"proc", "new", "view", "mask", "mask/dir"};
+    static const char *const DIRS[] = {"proc", "view", "mask", "mask/dir"};
     for (size_t i = 0; i < sizeof DIRS / sizeof *DIRS; i++) must("mkdir", mkdir(DIRS[i], 0755));
     int file = open("mask/file", O_CREAT | O_RDONLY | O_CLOEXEC, 0444);
     must("making an empty file", file);
     close(file);
     close(fs);
     close(tree);
-    must("mounting proc", mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL));
+    must("making a proc", tree = proc_of_nobody());
+    must("mounting proc", x_attach(tree, AT_FDCWD, "proc"));
+    close(tree);
     must("pivot_root", syscall(SYS_pivot_root, ".", "."));
     must("detaching the old root", umount2(".", MNT_DETACH));
     must("chdir", chdir("/"));
     struct x_mount_attr attr = {.attr_set = still | X_MOUNT_ATTR_RDONLY};
     must("mount_setattr: Linux 5.12 or newer is needed", x_mount_setattr(AT_FDCWD, "/", 0, &attr));
-    must("opening the mount namespace", world.tiny_mounts = open_up("/proc/self/ns/mnt"));
+    must("opening the mount namespace", world.tiny_mounts = fd_up(openat(world.proc, "self/ns/mnt", O_RDONLY | O_CLOEXEC)));
 }
 
 /* As much as we may: without CAP_SYS_RESOURCE that is the hard limit that we were started with. */

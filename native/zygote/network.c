@@ -17,11 +17,9 @@ static int pool[POOL_MAX];
 static unsigned have, want;
 static int last_error; /* don't spin on a host that can't */
 
-static int open_up(const char *path) { return fd_up(open(path, O_RDONLY | O_CLOEXEC)); }
-
 /* Write a sysctl of the current net namespace; absent ones (no IPv6, older kernel) need no write. */
 static int set_sysctl(const char *path, const char *value) {
-    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    int fd = openat(world.proc, path, O_WRONLY | O_CLOEXEC);
     if (fd < 0) return errno == ENOENT ? 0 : -errno;
     int error = write(fd, value, strlen(value)) < 0 ? -errno : 0;
     close(fd);
@@ -41,8 +39,8 @@ static int loopback_up(void) {
 static int make(void) {
     if (unshare(CLONE_NEWNET) < 0) return -errno;
     int error = loopback_up();
-    if (!error) error = set_sysctl("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
-    int fd = error ? error : open_up("/proc/self/ns/net");
+    if (!error) error = set_sysctl("sys/net/ipv4/ip_unprivileged_port_start", "0");
+    int fd = error ? error : fd_up(openat(world.proc, "self/ns/net", O_RDONLY | O_CLOEXEC));
     if (setns(world.host_network, CLONE_NEWNET) < 0) _exit(70); /* being in a sandbox's network would be worse than dying */
     return fd;
 }

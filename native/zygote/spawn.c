@@ -158,8 +158,8 @@ static int write_at(int dir, const char *name, const char *text) {
 /* What the child can't do for itself: id maps, a floor under its OOM score, its cgroups. */
 static int settle(const struct plan *plan, const int low[LOWS], pid_t pid, enum stage *stage) {
     char text[64];
-    snprintf(text, sizeof text, "/proc/%d", pid);
-    int proc = open(text, O_PATH | O_DIRECTORY | O_CLOEXEC), error;
+    snprintf(text, sizeof text, "%d", pid);
+    int proc = openat(world.proc, text, O_PATH | O_DIRECTORY | O_CLOEXEC), error;
     if (proc < 0) return -errno;
     snprintf(text, sizeof text, "0 %llu %llu", (unsigned long long)plan->id_base, (unsigned long long)plan->id_count);
     *stage = AT_ID_MAP;

@@ -70,7 +70,8 @@ struct plan {
 /* What the zygote holds for its whole life. */
 struct world {
     int host_mounts;  /* mount namespace in which paths of requests are meant */
-    int tiny_mounts;  /* the one that sandboxes are cloned from: a tmpfs with proc, new, view, mask/ */
+    int tiny_mounts;  /* the one that sandboxes are cloned from: a tmpfs with proc (of no processes), view/, mask/ */
+    int proc;         /* the host's /proc, which the tiny namespace doesn't hold */
     int host_network;
     int landlock_abi; /* 0: none */
     int epoll;
