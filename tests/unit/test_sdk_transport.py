@@ -235,3 +235,24 @@ except dsec.errors.Unavailable:
     assert (done.returncode, done.stdout) == (0, "")
     assert "nclosed" not in done.stderr
     assert "never retrieved" not in done.stderr
+
+
+async def test_a_server_that_starts_again_with_another_key(home: Path, tmp_path: Path) -> None:
+    """As `dsec serve` does after a crash: the old key ends a moment before the new one is written."""
+    async with served(tmp_path / "server") as server:
+        write_endpoint(home / "system", Endpoint(server.url, server.key))
+        async with AsyncClient() as client:
+            box = await client.create("base")
+            for key in server.edge.list_keys():
+                await server.edge.revoke_key(key.id)
+
+            async def later() -> None:
+                await asyncio.sleep(0.2)
+                write_endpoint(home / "system", Endpoint(server.url, await server.edge.create_key("project")))
+
+            task = asyncio.create_task(later())
+            results = await asyncio.gather(*(box.commands.run(["echo", "hi"]) for _ in range(20)))
+            assert [result.stdout for result in results] == ["hi\n"] * 20
+            await task
+            assert (await box.commands.run(["echo", "hi"])).stdout == "hi\n"
+            await box.kill()

@@ -43,6 +43,15 @@ def find_endpoint(url: str | None = None, api_key: str | None = None) -> Endpoin
     return Endpoint(url, api_key or "")
 
 
+def renewed_key(endpoint: Endpoint) -> str | None:
+    """Another key for the same server than the one in `endpoint`, where a `client.json` has one by now: a server that
+    starts again may write a new one. Raises `InvalidRequest` for a damaged file."""
+    local = _local()
+    if local is None or local.url != endpoint.url or local.api_key == endpoint.api_key:
+        return None
+    return local.api_key
+
+
 def write_endpoint(directory: Path, endpoint: Endpoint) -> Path:
     """Write `client.json` into `directory`, readable by its owner only. Atomic."""
     path = directory / FILE_NAME

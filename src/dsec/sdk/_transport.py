@@ -21,8 +21,16 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from dsec.errors import DsecError, ErrorBody, OutcomeUnknown, RequestTimeout, Unavailable, from_body
-from dsec.sdk._config import Endpoint, find_endpoint
+from dsec.errors import (
+    DsecError,
+    ErrorBody,
+    OutcomeUnknown,
+    RequestTimeout,
+    Unauthenticated,
+    Unavailable,
+    from_body,
+)
+from dsec.sdk._config import Endpoint, find_endpoint, renewed_key
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,6 +44,8 @@ CONNECT_TIMEOUT_S = 10.0
 RETRY_S = 30.0
 _IDLE_S = 60.0
 """Idle connections are closed before the server would do it."""
+_NEW_KEY_S = 3.0
+"""How long a server that has just started may take to write its new key."""
 _FIRST_DELAY_S = 0.01
 _MAX_DELAY_S = 2.0
 _RETRIED = frozenset({429, 502, 503, 504})
@@ -53,6 +63,9 @@ class Transport:
         self.endpoint = endpoint
         self._retry_s = retry_s
         self._reached = False
+        self._known = False
+        """The server has accepted our key before."""
+        self._renewing = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
@@ -140,6 +153,7 @@ class Transport:
             session = self._session if self._usable() else await self._new_session()
             assert session is not None
             source = _Source(body()) if callable(body) else None
+            used = self.endpoint.api_key
             try:
                 response = await session.request(method, url, data=source or body, headers=headers)
             except errors as error:
@@ -155,8 +169,11 @@ class Transport:
                 continue
             self._reached = True
             if response.status < 400:
+                self._known = True
                 return response
             failure, again_s = await _failure(response)
+            if isinstance(failure, Unauthenticated) and self._known and await self._new_key(used):
+                continue
             if again_s is None or not (replay or response.status == 429):
                 raise failure
             retry = retry or Retry(self)
@@ -168,6 +185,22 @@ class Transport:
             f"no server answers at {self.endpoint.url}: {reason}",
             remedy="start one with `dsec serve`, or set DSEC_URL and DSEC_API_KEY",
         )
+
+    async def _new_key(self, used: str) -> bool:
+        """A key that was good isn't any more: take the one that the server wrote when it started again, if it did."""
+        async with self._renewing:
+            until = time.monotonic() + _NEW_KEY_S
+            while self._known and self.endpoint.api_key == used:
+                key = renewed_key(self.endpoint)
+                if key is not None:
+                    self.endpoint = Endpoint(self.endpoint.url, key)
+                    if self._session is not None:
+                        self._session.headers["Authorization"] = f"Bearer {key}"
+                elif time.monotonic() > until:
+                    self._known = False
+                else:
+                    await asyncio.sleep(0.05)
+            return self.endpoint.api_key != used
 
     # --- the session ------------------------------------------------------------------------------------------------
 
@@ -200,6 +233,7 @@ class Transport:
         self._session._retry_connection = False  # it would repeat any PUT or DELETE, appending ones too
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
+        self._renewing = asyncio.Lock()
         # An event loop closes the asynchronous generators that are still open when it ends, and so the session of a
         # client that nobody closed.
         self._closer = _close_at_end(self._session)
