@@ -98,6 +98,25 @@ def test_a_kept_server_serves_the_next_run_and_is_ended_by_a_signal(debian_state
     assert census.take(debian_state) == census.Census()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_in_the_middle_leaves_nothing(debian_state: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "dsec.rollout.main", "--sandboxes", "200"]
+    environment = {**os.environ, "DSEC_STATE": str(debian_state), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        assert running.stdout is not None
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if "200 created in" in line:
+                running.send_signal(number)
+                break
+        said.append(running.stdout.read())
+    assert running.returncode == (130 if number is signal.SIGINT else 143), "".join(said)
+    assert census.take(debian_state) == census.Census()
+
+
 def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "state", "--sandboxes", "0")
     assert done.returncode == 2

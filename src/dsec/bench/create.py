@@ -27,7 +27,7 @@ from dsec.bench.output import say, write_result
 from dsec.bench.peer_worker import Job, PeerWorker
 from dsec.bench.peers import Peer
 from dsec.bench.rounds import Turn, interleave, median_rate, percentile, ratio
-from dsec.rollout.server import LocalServer, default_state
+from dsec.rollout.server import LocalServer, default_state, run
 from dsec.spec.sandbox import SandboxSpec
 
 OURS, BARE = "dsec", "zygote"
@@ -60,7 +60,7 @@ class Plan(Struct, frozen=True):
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(state: Path | None, as_json: bool, **fields: Any) -> int:
-    result = asyncio.run(measure(Plan(**fields), state or default_state()))
+    result = run(measure(Plan(**fields), state or default_state()))
     write_result(result, as_json=as_json)
     return 1 if result["failures"] or any(peer["failures"] for peer in result["peers"].values()) else 0
 

@@ -7,7 +7,6 @@ something failed.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from msgspec import Struct
 from dsec.bench import load, meter
 from dsec.bench.output import say, write_result
 from dsec.bench.rounds import percentile
-from dsec.rollout.server import LocalServer, default_state
+from dsec.rollout.server import LocalServer, default_state, run
 from dsec.spec.sandbox import GIB, SandboxSpec
 
 MB = 1_000_000
@@ -49,7 +48,7 @@ class Plan(Struct, frozen=True):
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(state: Path | None, as_json: bool, **fields: Any) -> int:
-    result = asyncio.run(measure(Plan(**fields), state or default_state()))
+    result = run(measure(Plan(**fields), state or default_state()))
     write_result(result, as_json=as_json)
     return 1 if result["failures"] else 0
 

@@ -22,7 +22,7 @@ from dsec.bench import meter
 from dsec.bench.output import say, write_result
 from dsec.errors import DsecError
 from dsec.kernel import census
-from dsec.rollout.server import LocalServer, default_state
+from dsec.rollout.server import LocalServer, default_state, run
 from dsec.spec.sandbox import MIB, SandboxSpec
 
 _MEBIBYTE = bytes(MIB)
@@ -165,7 +165,7 @@ async def _idle(sandbox: AsyncSandbox) -> None:
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(environment: str, minutes: float, per_s: float, state: Path | None, as_json: bool) -> int:
-    result = asyncio.run(_run(environment, minutes, per_s, state or default_state()))
+    result = run(_run(environment, minutes, per_s, state or default_state()))
     summary = {
         **msgspec.to_builtins(result),
         "created_per_s": round(result.created_per_s, 1),

@@ -31,6 +31,7 @@ from dsec.rollout.environments import ensure_environments
 from dsec.rollout.project import CACHETOOLS
 from dsec.rollout.report import Screen, make_console
 from dsec.rollout.server import LocalServer, default_state, running
+from dsec.rollout.server import run as run_to_end
 from dsec.rollout.step import Grader, Step, Task, base_spec, create_burst, run_step
 
 _PROBE = Path(__file__).with_name("probe.py")
@@ -61,7 +62,7 @@ Fact = tuple[str, bool, str]
 @click.option("--all", "every", is_flag=True, help="A line for every candidate, not one of each kind.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(**fields: Any) -> int:
-    return asyncio.run(run(Options(**fields), default_state()))
+    return run_to_end(run(Options(**fields), default_state()))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = error.exit_code
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = 130
+    except asyncio.CancelledError:
+        code = 143
     raise SystemExit(code or 0)
 
 

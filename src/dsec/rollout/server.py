@@ -12,15 +12,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from dsec import AsyncClient
 from dsec.errors import DsecError, Unavailable
 from dsec.sdk._config import FILE_NAME, Endpoint
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 900.0
 """The first start makes the base layer, downloads included, on whatever network there is."""
@@ -45,6 +47,20 @@ async def running(state: Path) -> AsyncClient | None:
         await client.close()
         return None
     return client
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, but SIGTERM and SIGHUP cancel it too, so that a server that was started is stopped. Raises
+    `asyncio.CancelledError` then."""
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await work
+
+    return asyncio.run(cancellable())
 
 
 class LocalServer:
