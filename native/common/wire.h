@@ -20,7 +20,7 @@
  * the payloads are concatenated; at most DSEC_MAX_REQUEST bytes in all. Between its frames no other request may begin (a protocol
  * error); frames of other types may come. A channel that is lost in the middle of a request loses the request.
  *
- * OPERATIONS. The edge numbers them, rising, unique within a sandbox's life (a later edge goes on above the highest that
+ * OPERATIONS. The edge numbers them (1 to 2^63 - 1), rising, unique within a sandbox's life (a later edge goes on above the highest that
  * the guest reports). START with a number that the guest knows is answered with OPSTATE and not run again; one at or below the
  * highest that it doesn't know (released) with REFUSED ESTALE. The guest keeps an operation, the output that was not acknowledged,
  * and its result, until RELEASE. A REFUSED for a START means that the guest doesn't know the operation; a malformed request is

@@ -253,7 +253,7 @@ static bool known_already(uint64_t id) {
 
 static int on_start(const struct dsec_header *header, uint8_t *payload) {
     bool more = header->flags & DSEC_F_MORE;
-    if (header->op == 0 || (channel.request_state != NO_REQUEST && channel.request.op != header->op)) return -EPROTO;
+    if (header->op == 0 || header->op > INT64_MAX || (channel.request_state != NO_REQUEST && channel.request.op != header->op)) return -EPROTO;
     if (channel.request_state == NO_REQUEST) {
         bool known = known_already(header->op);
         if (!more) { /* the usual: one frame */

@@ -157,7 +157,7 @@ class Guest:
     """One guest and the edge's side of its channel."""
 
     def __init__(
-        self, program: Path, *, cgroup: bool = True, kind: int = socket.SOCK_SEQPACKET, args: Sequence[str] = ()
+        self, program: Path, *, cgroup: bool = True, kind: int = socket.SOCK_SEQPACKET, prefix: Sequence[str] = ()
     ) -> None:
         self.cgroup = Cgroup() if cgroup and UNIFIED is not None else None
         self.kind = kind
@@ -180,7 +180,7 @@ class Guest:
             high.append(fcntl.fcntl(directory, fcntl.F_DUPFD_CLOEXEC, 100))
             os.close(directory)
             actions.append((os.POSIX_SPAWN_DUP2, high[2], 5))
-        argv = [str(program), *([] if self.cgroup else ["--no-cgroup"]), *args]
+        argv = [*prefix, str(program), *([] if self.cgroup else ["--no-cgroup"])]
         self.pid = os.posix_spawn(argv[0], argv, SANITIZER_ENV, file_actions=actions, setsid=True)
         for fd in high:
             os.close(fd)

@@ -256,3 +256,33 @@ def test_fairness(guest: Guest) -> None:
     for _ in range(5):
         assert bytes(guest.run("echo", "hi").out) == b"hi\n"
     guest.release(flood)
+
+
+# --- as pid 1 ---
+
+
+@pytest.mark.parametrize("cgroup", [True, False])
+def test_as_pid_1_of_a_namespace(cgroup: bool, tmp_path: Path) -> None:
+    """It reaps what isn't its own, and its end is the end of everything, of what left its session too."""
+    prefix = ("/usr/bin/unshare", "--pid", "--fork", "--mount-proc")
+    with running(built("static"), cgroup=cgroup, prefix=prefix) as guest:
+        op = guest.run("sh", "-c", "echo $PPID $$; (sleep 0.05 &); exit 4")
+        assert op.end is not None
+        assert (op.end.end, op.end.code) == (EXITED, 4)
+        assert bytes(op.out).split() == [b"1", str(op.pid).encode()]
+        orphan = guest.start(
+            argv=["sh", "-c", "setsid sh -c 'sleep 1000 & echo $! >&2' & wait; echo ready; sleep 1000"]
+        )
+        guest.until(orphan, b"ready")
+        inside = Path(f"/proc/{guest.pid}/task/{guest.pid}/children").read_text().split()
+        assert len(inside) == 1, "the guest, as the child of unshare"
+        listed = guest.run("sh", "-c", "sleep 0.1; ps -A -o stat=,comm=; true")
+        assert b"Z" not in b"".join(line.split()[0] for line in bytes(listed.out).splitlines())
+        namespace = Path(f"/proc/{inside[0]}/ns/pid").readlink()
+    left = []
+    for process in Path("/proc").glob("[0-9]*/ns/pid"):
+        try:
+            left += [process] if process.readlink() == namespace else []
+        except OSError:
+            continue
+    assert not left
