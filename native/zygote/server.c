@@ -1,10 +1,14 @@
 /* The edge's connection, the table of sandboxes, and reaping.
  *
+ * One edge at a time: a connection that says HELLO replaces the one before; until then it is a candidate, so that looking whether somebody
+ * serves here disturbs nobody.
+ *
  * A sandbox is SETUP (cloned, its child reports), LIVE (the guest was executed), BROKEN (set-up failed, the child isn't reaped yet) or ENDED
- * (reaped; kept until FORGET, so that an edge that was away learns of it). One edge at a time: a new connection replaces the old.
+ * (reaped; kept until FORGET, so that an edge that was away learns of it).
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,8 +69,13 @@ static struct {
 static uint64_t epoch, shutdown_op;
 static bool closing, done;
 static const char *socket_path;
-static char listener_tag, signal_tag, edge_tag;
-static int listener = -1, signals = -1;
+static char listener_tag, signal_tag, edge_tag, candidate_tag;
+static int listener = -1, signals = -1, candidate = -1;
+
+static int watch(int fd, void *tag) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
+    return epoll_ctl(world.epoll, EPOLL_CTL_ADD, fd, &event);
+}
 
 /* --- tables -------------------------------------------------------------------------------------------------------------------------- */
 
@@ -216,7 +225,8 @@ static void kill_some(void) {
                 killed++;
                 kill(s->pid, SIGKILL);
             }
-    if (live == 0) {
+    if (live == 0 && !done) {
+        if (setns(world.host_mounts, CLONE_NEWNS) == 0) unlink(socket_path); /* before the answer: who hears it may start another */
         answer(DSEC_Z_OK, shutdown_op, NULL, 0, NULL, 0);
         done = true;
     }
@@ -329,8 +339,7 @@ static void spawn(uint64_t op, const uint8_t *data, size_t size) {
     s->connection = edge.number;
     insert(s);
     live++;
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
-    if (epoll_ctl(world.epoll, EPOLL_CTL_ADD, s->child.report, &event) < 0) kill(s->pid, SIGKILL); /* then reaped() tells */
+    if (watch(s->child.report, s) < 0) kill(s->pid, SIGKILL); /* then reaped() tells */
 }
 
 static void attach(uint64_t op, const char *id) {
@@ -434,21 +443,40 @@ static void read_edge(void) {
     else handle(&header, packet + DSEC_HEADER_SIZE);
 }
 
-static void accept_edge(void) {
-    int fd = fd_up(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)), size = 4 << 20;
+static void drop_candidate(void) {
+    if (candidate >= 0) close(candidate);
+    candidate = -1;
+}
+
+static void accept_candidate(void) {
+    int fd = fd_up(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
     struct ucred peer;
     socklen_t length = sizeof peer;
     if (fd < 0) return;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) < 0 || peer.uid != 0) {
-        close(fd);
+    drop_candidate();
+    candidate = fd;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) < 0 || peer.uid != 0 || watch(fd, &candidate_tag) < 0) drop_candidate();
+}
+
+/* The first frame of a candidate: HELLO makes it the edge. */
+static void read_candidate(void) {
+    uint8_t packet[DSEC_HEADER_SIZE + 9];
+    struct dsec_header header;
+    int size = 4 << 20;
+    ssize_t n = recv(candidate, packet, sizeof packet, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n <= 0 || dsec_get_packet(packet, (size_t)n, &header) < 0 || header.type != DSEC_Z_HELLO) {
+        drop_candidate();
         return;
     }
     drop_edge();
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size);
-    edge.fd = fd;
+    edge.fd = candidate;
     edge.number++;
+    candidate = -1;
+    setsockopt(edge.fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &edge_tag};
-    if (epoll_ctl(world.epoll, EPOLL_CTL_ADD, fd, &event) < 0) drop_edge();
+    epoll_ctl(world.epoll, EPOLL_CTL_MOD, edge.fd, &event);
+    hello(header.op, packet + DSEC_HEADER_SIZE);
 }
 
 int server_listen(const char *path) {
@@ -467,11 +495,6 @@ int server_listen(const char *path) {
     int error = bind(listener, (struct sockaddr *)&address, sizeof address) < 0 || listen(listener, 8) < 0 ? -errno : 0;
     umask(mask);
     return error;
-}
-
-static int watch(int fd, void *tag) {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
-    return epoll_ctl(world.epoll, EPOLL_CTL_ADD, fd, &event);
 }
 
 int server_run(void) {
@@ -494,7 +517,10 @@ int server_run(void) {
         if (count == 0) network_refill_one();
         for (int i = 0; i < count; i++) {
             void *tag = events[i].data.ptr;
-            if (tag == &listener_tag) accept_edge();
+            if (tag == &listener_tag) accept_candidate();
+            else if (tag == &candidate_tag) {
+                if (candidate >= 0) read_candidate();
+            }
             else if (tag == &signal_tag) reap();
             else if (tag == &edge_tag) {
                 if (edge.fd >= 0 && events[i].events & EPOLLOUT) flush_edge();
@@ -507,7 +533,6 @@ int server_run(void) {
             free(s);
         }
     }
-    unlink(socket_path);
     drop_edge();
     return 0;
 }

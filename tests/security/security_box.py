@@ -172,9 +172,9 @@ class Nursery:
         self.root = root
         self.ended: dict[str, int] = {}
         self._futures: dict[str, asyncio.Future[int]] = {}
-        self._boxes: dict[str, Box] = {}
+        self.boxes: dict[str, Box] = {}
         self._count = 0
-        self._abandoned = False
+        self.gone = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -214,7 +214,7 @@ class Nursery:
         self.socket = self.root / "zygote.sock"
         self.wait(start_zygote(native / "zygote", native / "guest", self.socket, unit=name))
         self._undo.callback(lambda: self.wait(self._end_zygote()))
-        self.client = ZygoteClient(on_exit=self._exited)
+        self.client = ZygoteClient(on_exit=self.exited)
         self.zygote = self.wait(self.client.connect(self.socket))
 
     def _compile(self) -> Path:
@@ -280,23 +280,24 @@ class Nursery:
             shutil.rmtree(home)
             raise
         channel = await SocketChannel.open(spawned.channel, clock=SystemClock())
-        box = self._boxes[name] = Box(self, name, slot, spawned, channel)
+        box = self.boxes[name] = Box(self, name, slot, spawned, channel)
         return box
 
     async def remove(self, box: Box) -> None:
         """End a box and remove its traces. Idempotent."""
-        if self._boxes.pop(box.sandbox, None) is None:
+        if self.boxes.pop(box.sandbox, None) is None:
             return
         box.slot.kill()
         await self.end_of(box.sandbox)
         await box.channel.close()
         os.close(box.spawned.pidfd)
         await self.client.forget(box.sandbox)
-        if all(other.slot is not box.slot for other in self._boxes.values()):
+        if all(other.slot is not box.slot for other in self.boxes.values()):
             assert await asyncio.to_thread(box.slot.remove, 30.0), "its cgroups can't be emptied"
         shutil.rmtree(self.root / "boxes" / box.sandbox)
 
-    def _exited(self, sandbox: str, pid: int, status: int) -> None:
+    def exited(self, sandbox: str, pid: int, status: int) -> None:
+        """The zygote's word that a box's pid 1 has ended."""
         self.ended[sandbox] = status
         if sandbox in self._futures:
             self._futures.pop(sandbox).set_result(status)
@@ -310,26 +311,26 @@ class Nursery:
 
     async def _end_zygote(self) -> None:
         try:
-            if not self._abandoned:
+            if not self.gone:
                 await self.client.shutdown()
         finally:
             self.client.close()
 
     def abandon(self) -> None:
         """Clean up after the zygote was killed: there is nobody to ask."""
-        self._abandoned = True
-        for box in self._boxes.values():
+        self.gone = True
+        for box in self.boxes.values():
             self.wait(box.channel.close())
             os.close(box.spawned.pidfd)
             assert box.slot.remove(30.0), "its cgroups can't be emptied"
             shutil.rmtree(self.root / "boxes" / box.sandbox)
-        self._boxes.clear()
+        self.boxes.clear()
         self._undo.close()
 
     def close(self) -> None:
         """End all boxes and the zygote, and remove everything."""
         try:
-            for box in list(self._boxes.values()):
+            for box in list(self.boxes.values()):
                 box.close()
         finally:
             self._undo.close()

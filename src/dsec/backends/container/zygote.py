@@ -220,11 +220,12 @@ class ZygoteClient:
 
     async def shutdown(self) -> None:
         """End every sandbox, a few at a time, and then the zygote. Returns when it is gone."""
-        self._on_lost = None
+        gone = asyncio.Event()
+        self._on_lost = gone.set
         frame, _ = await self._ask(FrameType.Z_SHUTDOWN, b"")
         if frame.type is not FrameType.Z_OK:
             raise self._failure(frame, Unavailable)
-        self.close()
+        await gone.wait()
 
     def close(self) -> None:
         """Let go of the connection; zygote and sandboxes go on. Idempotent."""
