@@ -169,6 +169,7 @@ def _stamped(x: Exchange) -> Send:
             if message["status"] >= 400:
                 await x.drain()
             x.began = True
+            x.cork()
             message["headers"] = [*message["headers"], (b"x-request-id", x.request_id)]
         await x.send(message)
 

@@ -37,6 +37,9 @@ DRAIN_S = 2.0
 """A refused request's body is read so far before the answer, because closing on unread bytes would take the answer
 along."""
 ABORT_EXTENSION = "dsec.abort"
+"""ASGI extension: a function that aborts the connection."""
+CORK_EXTENSION = "dsec.cork"
+"""ASGI extension: a function that lets the head of an answer wait for the first of its body."""
 
 _JSON = b"application/json"
 _ENCODER = msgspec.json.Encoder()
@@ -225,8 +228,9 @@ class Exchange:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     async def begin(self, status: int, content_type: bytes, *headers: tuple[bytes, bytes]) -> None:
-        """Status and headers of an answer that is streamed."""
+        """Status and headers of an answer that is streamed; they leave with the first part."""
         self.began = True
+        self.cork()
         await self.send(
             {
                 "type": "http.response.start",
@@ -234,6 +238,12 @@ class Exchange:
                 "headers": [(b"content-type", content_type), (b"x-request-id", self.request_id), *headers],
             }
         )
+
+    def cork(self) -> None:
+        """The head that comes next waits for what follows it."""
+        cork = self.scope.get("extensions", {}).get(CORK_EXTENSION)
+        if cork is not None:
+            cork()
 
     async def more(self, data: bytes) -> None:
         """A part of the body; waits while the client doesn't read."""
@@ -252,6 +262,7 @@ class Exchange:
     async def empty(self) -> None:
         """204."""
         self.began = True
+        self.cork()
         await self.send({"type": "http.response.start", "status": 204, "headers": [(b"x-request-id", self.request_id)]})
         await self.finish()
 

@@ -12,13 +12,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dsec.api.app import Api
-from dsec.api.exchange import ABORT_EXTENSION
+from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION
 from dsec.errors import ErrorBody, Unavailable
 
 BACKLOG = 4096
@@ -28,15 +29,55 @@ MAX_HEADERS_BYTES = 64 << 10
 _TOO_LONG = "the request's headers are longer than 64 KiB"
 
 
+class CorkedTransport:
+    """A transport that can hold one write back until the next: an answer's head leaves with the first of its body.
+
+    As two writes they would be two system calls, and two wake-ups of the client.
+    """
+
+    __slots__ = ("_head", "_holding", "_transport", "_write")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._write = transport.write
+        self._holding = False
+        self._head = b""
+
+    def cork(self) -> None:
+        """Hold the next write."""
+        self._holding = True
+
+    def write(self, data: bytes) -> None:
+        if self._holding:
+            self._holding = False
+            self._head = data
+            return
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        self._write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with errors in our form, bounded headers and a way to cut an answer."""
+    """uvicorn's HTTP protocol with errors in our form, bounded headers, a way to cut an answer, and answers that leave
+    whole."""
 
     _header_bytes = 0
+    _extensions: dict[str, Any]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        corked = CorkedTransport(transport)
+        self.transport = corked  # type: ignore[assignment]
+        self._extensions = {ABORT_EXTENSION: transport.abort, CORK_EXTENSION: corked.cork}
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = 0
-        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = self._extensions
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
