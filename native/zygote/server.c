@@ -1,4 +1,4 @@
-/* The edge's connection, the table of sandboxes, and reaping.
+/* The table of sandboxes, requests, and reaping.
  *
  * One edge at a time: a connection that says HELLO replaces the one before; until then it is a candidate, so that looking whether somebody
  * serves here disturbs nobody.
@@ -24,12 +24,12 @@
 #include "bytes.h"
 #include "fields.h"
 #include "frame.h"
+#include "edge.h"
 #include "sys.h"
 #include "zygote.h"
 
 #define BUCKETS 8192
 #define KILLS_AT_ONCE 32 /* tearing down everything at once has wedged kernels */
-#define MAX_QUEUE 200000 /* frames for an edge that doesn't read: far above what a node can hold */
 
 enum state { SETUP, LIVE, BROKEN, ENDED };
 
@@ -46,36 +46,15 @@ struct sandbox {
     bool reported;
 };
 
-struct outgoing {
-    struct outgoing *next;
-    int fds[2], fd_count;
-    size_t size;
-    uint8_t data[];
-};
-
 static struct sandbox *ids[BUCKETS], *pids[BUCKETS];
 static unsigned live, ended, killed;
 static struct sandbox *garbage; /* freed after the batch of events that may still name it */
 
-static struct {
-    int fd;
-    uint64_t number; /* of connections so far: answers go only to the one that asked */
-    bool greeted, writing;
-    struct outgoing *first, **last;
-    unsigned queued;
-    struct dsec_request request;
-} edge = {.fd = -1, .last = &edge.first};
-
 static uint64_t epoch, shutdown_op;
 static bool closing, done;
 static const char *socket_path;
-static char listener_tag, signal_tag, edge_tag, candidate_tag;
+static char listener_tag, signal_tag, candidate_tag;
 static int listener = -1, signals = -1, candidate = -1;
-
-static int watch(int fd, void *tag) {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
-    return epoll_ctl(world.epoll, EPOLL_CTL_ADD, fd, &event);
-}
 
 /* --- tables -------------------------------------------------------------------------------------------------------------------------- */
 
@@ -110,99 +89,6 @@ static void discard(struct sandbox *s) {
     if (*at) *at = s->by_id;
     s->by_id = garbage;
     garbage = s;
-}
-
-/* --- the connection ------------------------------------------------------------------------------------------------------------------ */
-
-static void close_fds(int *fds, int count) {
-    for (int i = 0; i < count; i++)
-        if (fds[i] >= 0) close(fds[i]);
-}
-
-static void drop_edge(void) {
-    if (edge.fd >= 0) close(edge.fd);
-    edge.fd = -1;
-    edge.greeted = edge.writing = false;
-    while (edge.first) {
-        struct outgoing *out = edge.first;
-        edge.first = out->next;
-        close_fds(out->fds, out->fd_count);
-        free(out);
-    }
-    edge.last = &edge.first;
-    edge.queued = 0;
-    dsec_request_free(&edge.request);
-}
-
-static ssize_t send_packet(int to, const void *data, size_t size, const int *fds, int fd_count) {
-    union {
-        struct cmsghdr header;
-        char space[CMSG_SPACE(2 * sizeof(int))];
-    } control;
-    struct iovec iov = {(void *)data, size};
-    struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1};
-    if (fd_count) {
-        message.msg_control = &control;
-        message.msg_controllen = CMSG_SPACE((size_t)fd_count * sizeof(int));
-        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-        header->cmsg_level = SOL_SOCKET;
-        header->cmsg_type = SCM_RIGHTS;
-        header->cmsg_len = CMSG_LEN((size_t)fd_count * sizeof(int));
-        memcpy(CMSG_DATA(header), fds, (size_t)fd_count * sizeof(int));
-    }
-    return sendmsg(to, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-static void watch_edge(bool writing) {
-    if (edge.writing == writing) return;
-    edge.writing = writing;
-    struct epoll_event event = {.events = EPOLLIN | (writing ? EPOLLOUT : 0), .data.ptr = &edge_tag};
-    epoll_ctl(world.epoll, EPOLL_CTL_MOD, edge.fd, &event);
-}
-
-static void flush_edge(void) {
-    while (edge.first) {
-        struct outgoing *out = edge.first;
-        if (send_packet(edge.fd, out->data, out->size, out->fds, out->fd_count) < 0) {
-            if (errno == EAGAIN || errno == EINTR) break;
-            drop_edge();
-            return;
-        }
-        if (!(edge.first = out->next)) edge.last = &edge.first;
-        edge.queued--;
-        close_fds(out->fds, out->fd_count);
-        free(out);
-    }
-    watch_edge(edge.first != NULL);
-}
-
-/* Queue or send a frame; takes the descriptors over. */
-static void answer(uint8_t type, uint64_t op, const void *payload, size_t size, int *fds, int fd_count) {
-    struct outgoing *out = edge.fd < 0 ? NULL : malloc(sizeof *out + DSEC_HEADER_SIZE + size);
-    if (!out || edge.queued >= MAX_QUEUE) {
-        free(out);
-        close_fds(fds, fd_count);
-        if (edge.fd >= 0) drop_edge();
-        return;
-    }
-    *out = (struct outgoing){.fd_count = fd_count, .size = DSEC_HEADER_SIZE + size};
-    if (fd_count) memcpy(out->fds, fds, (size_t)fd_count * sizeof(int));
-    struct dsec_header header = {.size = (uint32_t)size, .type = type, .op = op};
-    dsec_put_header(out->data, &header);
-    if (size) memcpy(out->data + DSEC_HEADER_SIZE, payload, size);
-    *edge.last = out;
-    edge.last = &out->next;
-    edge.queued++;
-    if (!edge.writing) flush_edge();
-}
-
-static void failed(uint64_t op, int error, const char *text) {
-    uint8_t payload[8 + 400];
-    size_t length = strnlen(text, 400);
-    put_u32(payload, (uint32_t)error);
-    put_u32(payload + 4, 0);
-    memcpy(payload + 8, text, length);
-    answer(DSEC_Z_FAILED, op, payload, 8 + length, NULL, 0);
 }
 
 static void tell(uint8_t type, const struct sandbox *s) {
@@ -474,7 +360,7 @@ static void read_candidate(void) {
     edge.number++;
     candidate = -1;
     setsockopt(edge.fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size);
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &edge_tag};
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &edge};
     epoll_ctl(world.epoll, EPOLL_CTL_MOD, edge.fd, &event);
     hello(header.op, packet + DSEC_HEADER_SIZE);
 }
@@ -522,7 +408,7 @@ int server_run(void) {
                 if (candidate >= 0) read_candidate();
             }
             else if (tag == &signal_tag) reap();
-            else if (tag == &edge_tag) {
+            else if (tag == &edge) {
                 if (edge.fd >= 0 && events[i].events & EPOLLOUT) flush_edge();
                 if (edge.fd >= 0 && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_edge();
             } else read_report(tag); /* nothing to do for one that left SETUP in this batch */

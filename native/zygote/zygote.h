@@ -1,7 +1,8 @@
 /* The zygote: clones container sandboxes. One process, one thread, one epoll loop.
  *
  *   main.c      start: arguments, daemon, the guest's sealed copy, namespaces, the loop
- *   server.c    the edge's connection, the table of sandboxes, reaping
+ *   server.c    the table of sandboxes, requests, reaping
+ *   edge.c      the edge's connection
  *   plan.c      a SPAWN request, checked
  *   spawn.c     the outside of a spawn: overlay, clone, id maps, cgroups
  *   inside.c    the inside: what the cloned child does until it executes the guest

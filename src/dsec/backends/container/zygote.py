@@ -8,6 +8,7 @@ native/common/wire.h's; the zygote is native/zygote.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import itertools
@@ -39,6 +40,7 @@ from dsec.wire.frames import (
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
 _READS_AT_ONCE = 64
+_RIGHTS_SPACE = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 _SYSTEMD = Path("/run/systemd/system").is_dir()
 
 
@@ -275,14 +277,16 @@ class ZygoteClient:
             if self._socket is None:
                 return
             try:
-                packet, fds, _, _ = socket.recv_fds(
-                    self._socket, HEADER_SIZE + MAX_PAYLOAD, 2, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                # not socket.recv_fds: it loses the flags
+                packet, ancillary, _, _ = self._socket.recvmsg(
+                    HEADER_SIZE + MAX_PAYLOAD, _RIGHTS_SPACE, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
                 )
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 self._lost()
                 return
+            fds = [fd for _, _, data in ancillary for fd in array.array("i", data[: len(data) - len(data) % 4])]
             try:
                 frame = decode(packet) if packet else None
             except ProtocolError:
@@ -291,7 +295,7 @@ class ZygoteClient:
                 _close_all(fds)
                 self._lost()
                 return
-            self._receive(frame, list(fds))
+            self._receive(frame, fds)
 
     def _receive(self, frame: Frame, fds: list[int]) -> None:
         match frame.type:

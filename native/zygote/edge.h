@@ -1,0 +1,30 @@
+/* The edge's connection: who it is, and what waits to be sent to it. Its tag in the epoll set is &edge. */
+#ifndef DSEC_EDGE_H
+#define DSEC_EDGE_H
+
+#include "fields.h"
+#include "zygote.h"
+
+struct outgoing;
+
+struct edge {
+    int fd;
+    uint64_t number; /* of connections so far: answers go only to the one that asked */
+    bool greeted, writing;
+    struct outgoing *first, **last;
+    unsigned queued;
+    struct dsec_request request; /* one that came in part */
+};
+extern struct edge edge;
+
+int watch(int fd, void *tag);
+void close_fds(int *fds, int count);
+/* One packet with descriptors; as sendmsg(2). */
+ssize_t send_packet(int to, const void *data, size_t size, const int *fds, int fd_count);
+void drop_edge(void);
+void flush_edge(void);
+/* Queue or send a frame; takes the descriptors over. */
+void answer(uint8_t type, uint64_t op, const void *payload, size_t size, int *fds, int fd_count);
+void failed(uint64_t op, int error, const char *text);
+
+#endif
