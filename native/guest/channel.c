@@ -69,8 +69,9 @@ static bool transmit(struct iovec *pieces, int count) {
     if (channel.rest_at < channel.rest_end) return false;
     ssize_t sent = channel.packets ? sendmsg(channel.fd, &message, MSG_NOSIGNAL) : writev(channel.fd, pieces, count);
     if (sent < 0) {
+        if (errno == EINTR || errno == ENOBUFS) return false; /* again soon: nothing is going to tell us when */
         channel.writable = false;
-        if (errno != EAGAIN && errno != EINTR && errno != ENOBUFS) channel_close();
+        if (errno != EAGAIN) channel_close();
         return false;
     }
     if (channel.packets) return true;

@@ -218,7 +218,7 @@ class Guest:
             try:
                 data = self.channel.recv(frames.MAX_FRAME)
             except ConnectionResetError:
-                return None
+                continue  # said once, before what the guest sent last: it closed with frames of ours unread
             if not data:
                 return None
             self._queue += [frames.decode(data)] if self.kind == socket.SOCK_SEQPACKET else self._decoder.feed(data)
