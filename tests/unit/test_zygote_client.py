@@ -46,6 +46,8 @@ class Peer:
         self.joiner = RequestJoiner()
 
     async def accept(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
         self.connection, _ = await asyncio.get_running_loop().sock_accept(self.listener)
         self.connection.setblocking(False)
 
@@ -215,6 +217,16 @@ async def test_shutdown_waits_until_it_is_gone(pair: Pair) -> None:
     peer.connection.close()
     await task
     assert not heard.lost.is_set(), "an end that was asked for is no loss"
+
+
+async def test_a_client_connects_again_and_hears_of_the_next_loss(pair: Pair) -> None:
+    client, peer, heard = pair
+    client.close()
+    await asyncio.gather(peer.greet(), client.connect(peer.path))
+    assert not heard.lost.is_set()
+    assert peer.connection is not None
+    peer.connection.close()
+    await asyncio.wait_for(heard.lost.wait(), 30)
 
 
 async def test_another_version(tmp_path: Path) -> None:

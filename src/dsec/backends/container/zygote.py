@@ -158,6 +158,8 @@ class ZygoteClient:
         """`on_exit(sandbox, pid, wait_status)`; `on_lost()` when the connection ends without `close`."""
         self._on_exit = on_exit
         self._on_lost = on_lost
+        self._quiet = False  # this end of the connection was asked for
+        self._gone = asyncio.Event()
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ops = itertools.count(1)
@@ -167,7 +169,10 @@ class ZygoteClient:
         self._synced: asyncio.Future[None] | None = None
 
     async def connect(self, path: str | Path) -> ZygoteState:
-        """Connect, say hello and learn what runs. Raises `Unavailable` where no zygote of our version serves there."""
+        """Connect (again, if need be), say hello and learn what runs.
+
+        Raises `Unavailable` where no zygote of our version serves there.
+        """
         loop = self._loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.setblocking(False)
@@ -177,6 +182,8 @@ class ZygoteClient:
             sock.close()
             raise Unavailable(f"no zygote serves at {path}: {error}") from error
         self._socket = sock
+        self._quiet = False
+        self._gone = asyncio.Event()
         loop.add_reader(sock, self._readable)
         self._synced = loop.create_future()
         live: dict[str, int] = {}
@@ -222,8 +229,8 @@ class ZygoteClient:
 
     async def shutdown(self) -> None:
         """End every sandbox, a few at a time, and then the zygote. Returns when it is gone."""
-        gone = asyncio.Event()
-        self._on_lost = gone.set
+        gone = self._gone
+        self._quiet = True
         frame, _ = await self._ask(FrameType.Z_SHUTDOWN, b"")
         if frame.type is not FrameType.Z_OK:
             raise self._failure(frame, Unavailable)
@@ -231,7 +238,7 @@ class ZygoteClient:
 
     def close(self) -> None:
         """Let go of the connection; zygote and sandboxes go on. Idempotent."""
-        self._on_lost = None
+        self._quiet = True
         self._lost()
 
     # --- the connection ---
@@ -336,7 +343,8 @@ class ZygoteClient:
             if not future.done():
                 future.set_exception(Unavailable("the connection to the zygote is lost"))
                 future.exception()  # who still waits is told; nobody waiting is no fault
-        if self._on_lost is not None:
+        self._gone.set()
+        if self._on_lost is not None and not self._quiet:
             self._on_lost()
 
     @staticmethod
