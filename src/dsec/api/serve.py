@@ -113,7 +113,7 @@ class _Server(uvicorn.Server):
 
 
 class ApiServer:
-    """The running server. `start`, then `stop`; or `serve` until an event is set."""
+    """The running server: `start`, then `stop`."""
 
     def __init__(self, api: Api, host: str, port: int, *, grace_s: float = 2.0) -> None:
         """`port` 0: any free one."""
@@ -183,11 +183,3 @@ class ApiServer:
             server.force_exit = True
         await task
         self._server = self._task = None
-
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set."""
-        await self.start()
-        try:
-            await stop.wait()
-        finally:
-            await self.stop()
