@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,18 @@ from pathlib import Path
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A temporary directory of this run's own: the shared one is pruned by other runs, through mounts and all."""
+    if config.option.basetemp is None:
+        config.option.basetemp = tempfile.mkdtemp(prefix="dsec-tests-")
+        config.add_cleanup(lambda: _remove(Path(config.option.basetemp)))
+
+
+def _remove(directory: Path) -> None:
+    if str(directory) not in Path("/proc/self/mounts").read_text():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

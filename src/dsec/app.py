@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import uvloop
 from msgspec import Struct
 
@@ -27,7 +29,7 @@ from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.node import Edge
-from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unavailable
+from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unauthenticated, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
@@ -162,10 +164,11 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
         try:
             await _write_client(config, edge, server.url)
             ready = True
+            gc.freeze()  # what is there now stays
+            gc.set_threshold(50_000, 20, 50)  # requests leave few cycles behind, and sandboxes are many objects to walk
             log.info("serving at %s, state in %s", server.url, config.state)
             await stop.wait()
         finally:
-            (config.state / FILE_NAME).unlink(missing_ok=True)
             await server.stop()
 
 
@@ -175,12 +178,14 @@ def _build_default(layers: LayerStore) -> str:
 
 
 async def _write_client(config: Config, edge: Edge, url: str) -> None:
-    """Leave URL and key where the client of this machine finds them. The key is a new one each time: of the last one
-    only the hash was kept."""
-    for key in edge.list_keys(PROJECT):
-        if key.label == "this machine" and key.revoked_at is None:
-            await edge.revoke_key(key.id)
-    write_endpoint(config.state, Endpoint(url, await edge.create_key(PROJECT, "this machine")))
+    """Leave URL and key where the client of this machine finds them: the key that is there while it is good, so that
+    clients live through a restart."""
+    try:
+        key = msgspec.json.decode((config.state / FILE_NAME).read_bytes(), type=Endpoint).api_key
+        edge.authenticate(key)
+    except (OSError, msgspec.MsgspecError, Unauthenticated):
+        key = await edge.create_key(PROJECT, "this machine")
+    write_endpoint(config.state, Endpoint(url, key))
 
 
 def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
-from dsec.edge.outcome import Asked, status_of
+from dsec.edge.outcome import Asked, met_no_limit, status_of
 from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
@@ -260,7 +260,7 @@ class Commands:
             if end is None:
                 raise OutcomeUnknown("the command's output ended without its result")
             try:
-                after = self._usage(sandbox, fresh_s=0.0)
+                after = command.before if met_no_limit(end) else self._usage(sandbox, fresh_s=0.0)
                 command.status = status_of(end, command.before, after, command.asked, command.signalled)
             except DsecError as error:
                 command.failure = error

@@ -31,7 +31,7 @@ from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
-from dsec.ports import Backend, Clock, Instance, InstanceEnd
+from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, State
 
@@ -152,7 +152,8 @@ class Lives:
         self._journal.put_lazily(record)
         sandbox.record = record
         self.created_total += 1
-        sandbox.active_at = self._clock.monotonic()
+        sandbox.active_at = sandbox.usage_at = self._clock.monotonic()
+        sandbox.usage = Usage()  # its counters begin now
         self._set_expiry(sandbox)
         ready, sandbox.ready = sandbox.ready, None
         token, sandbox.token = sandbox.token, None

@@ -21,6 +21,9 @@ from dsec.spec.sandbox import ExecStatus
 
 MIB = 1 << 20
 _KILL = 9
+_TOO_SHORT_CPU_US = 5_000
+_TOO_SHORT_WAIT_US = 50_000
+"""Half of a period of the CPU limit: whoever is throttled waits for about that long or longer."""
 _NOT_FOUND = 127
 _NOT_RUNNABLE = 126
 
@@ -35,6 +38,18 @@ class Asked(Struct, frozen=True):
     """The PATH that argv[0] was looked up in."""
     timeout_s: float | None = None
     output_bytes: int | None = None
+
+
+def met_no_limit(end: OpEnd) -> bool:
+    """Whether a command did so little that no counter can have anything to say of it: it succeeded, in less CPU time
+    than a limit takes to be met, and wasn't kept from the CPU. Then the counters need not be read, which costs as much
+    as a short command's other bookkeeping together."""
+    return (
+        end.kind is EndKind.EXITED
+        and end.code == 0
+        and end.cpu_us < _TOO_SHORT_CPU_US
+        and end.wall_us - end.cpu_us < _TOO_SHORT_WAIT_US
+    )
 
 
 def status_of(end: OpEnd, before: Usage, after: Usage, asked: Asked, signalled: int) -> ExecStatus:
