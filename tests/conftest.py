@@ -64,6 +64,26 @@ def _children() -> dict[int, str]:
     return found
 
 
+def _settings() -> dict[str, str]:
+    """The kernel settings that a server raises."""
+    from dsec.kernel import sysctl
+
+    return {wanted.name: value for wanted in sysctl.WANTED if (value := sysctl.read(wanted.name)) is not None}
+
+
+def _restore(settings: dict[str, str]) -> None:
+    from dsec.kernel import cgroups, sysctl
+
+    if os.geteuid() != 0:
+        return
+    for name, value in settings.items():
+        if sysctl.read(name) != value:
+            sysctl.write(name, value)
+    root = cgroups.CgroupRoot.detect("dsec-tests")
+    if root.favors_moves:
+        cgroups.forget_moves(str(root.v2))
+
+
 if sys.platform == "linux":
 
     @pytest.fixture(scope="session")
@@ -94,10 +114,12 @@ if sys.platform == "linux":
         from dsec.kernel import census
 
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        before = census.take()
+        before, settings = census.take(), _settings()
         known = set(_children())
         yield
         shared = os.environ.get("DSEC_TEST_SHARED_HOST") == "1"
+        if not shared:
+            _restore(settings)
         deadline = time.monotonic() + 10
         while True:
             left = {pid: command for pid, command in _children().items() if pid not in known}

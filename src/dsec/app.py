@@ -32,6 +32,7 @@ from dsec.edge.node import Edge
 from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unauthenticated, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
+from dsec.kernel.syscalls import KernelError
 from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
 from dsec.store.build import build_debian_layer
 from dsec.store.environments import DEFAULT, EnvironmentStore
@@ -88,6 +89,11 @@ def open_host(config: Config) -> Host:
     with contextlib.suppress(EnvironmentNotFound):  # so that its hot files are in memory before the first burst
         for digest in environments.get(DEFAULT).layers:
             layers.path(digest)
+    groups = CgroupRoot.detect(f"dsec-{config.instance}", config.run / "cgroup2")
+    if groups.v1 and not groups.favors_moves:
+        ledger.record("favordynmods", str(groups.v2))
+        with contextlib.suppress(KernelError):  # Linux before 6.0 has no such option
+            groups.favor_moves()
     return Host(
         state=config.state,
         run=config.run,
@@ -95,7 +101,7 @@ def open_host(config: Config) -> Host:
         environments=environments,
         layers=layers,
         views=Views(config.run),
-        cgroups=CgroupRoot.detect(f"dsec-{config.instance}", config.run / "cgroup2"),
+        cgroups=groups,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from dsec.kernel import syscalls
 from dsec.kernel.cgroup_pool import CgroupPool
-from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
+from dsec.kernel.cgroups import CgroupRoot, Shape, Slot, forget_moves
 from dsec.kernel.syscalls import KernelError
 from dsec.ports import Usage
 
@@ -327,3 +327,16 @@ def test_a_limit_that_cannot_be_set_is_an_error_and_the_slot_is_not_lost(pool: C
     pool.cancel(pool.reserve(SHAPE))  # stop making slots of the bad shape
     eventually(lambda: pool.counts()["dirty"] == pool.counts()["stuck"] == 0)
     assert all(Slot(pool.root, name).load() for name in pool.root.names())
+
+
+@pytest.mark.root
+def test_favouring_moves_is_seen_and_taken_back() -> None:
+    root = CgroupRoot.detect("dsec-test-moves")
+    before = root.favors_moves
+    root.favor_moves()
+    try:
+        assert root.favors_moves
+    finally:
+        if not before:
+            forget_moves(str(root.v2))
+    assert root.favors_moves is before

@@ -135,6 +135,17 @@ class CgroupRoot(Struct, frozen=True):
             for place in (self.v2, self.v2 / self.name):
                 _write(f"{place}/cgroup.subtree_control", wanted)
 
+    @property
+    def favors_moves(self) -> bool:
+        """Whether the kernel was told that processes change cgroups often."""
+        entry = mounts.find_mount(self.v2)
+        return entry is not None and "favordynmods" in entry.super_options
+
+    def favor_moves(self) -> None:
+        """Tell the kernel that processes change cgroups often: else the first move into a version 1 group after a while
+        waits for RCU, some milliseconds. For the whole host; `forget_moves` takes it back. Linux 6.0 and newer."""
+        syscalls.mount("none", self.v2, "cgroup2", syscalls.MS_REMOUNT, "favordynmods")
+
     def remove(self) -> None:
         """Remove the server's directories, once all slots are gone."""
         for parent in self.parents():
@@ -157,6 +168,11 @@ class CgroupRoot(Struct, frozen=True):
             return None
         match = re.search(rf"^0::.*?/{re.escape(self.name)}/(s[0-9]+)(/|$)", text, re.MULTILINE)
         return match[1] if match else None
+
+
+def forget_moves(v2: str) -> None:
+    """The opposite of `favor_moves`. The kernel knows no word for it; options that are left out are switched off."""
+    syscalls.mount("none", v2, "cgroup2", syscalls.MS_REMOUNT)
 
 
 class Slot:
@@ -240,8 +256,11 @@ class Slot:
 
     def kill(self) -> None:
         """End everything inside, whatever it forked (SIGKILL). Returns before they are gone. Idempotent."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             _write(f"{self.v2}/cgroup.kill", "1")
+        except KernelError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV):  # nothing is there to be killed
+                raise
 
     def freeze(self, frozen: bool = True) -> None:
         """Stop or continue everything inside; it takes effect soon after."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from dsec.kernel import btrfs, mounts, sysctl
+from dsec.kernel import btrfs, cgroups, mounts, sysctl
 from dsec.kernel.syscalls import KernelError
 
 
@@ -159,6 +159,11 @@ def _undo_cgroups(change: Change) -> str:
     return f"removed: cgroup {top}"
 
 
+def _undo_favordynmods(change: Change) -> str:
+    cgroups.forget_moves(change.what)
+    return f"restored: {change.what} without favordynmods"
+
+
 _UNDO: dict[str, Callable[[Change], str]] = {
     "sysctl": _undo_sysctl,
     "mount": _undo_mount,
@@ -167,6 +172,7 @@ _UNDO: dict[str, Callable[[Change], str]] = {
     "packages": _undo_packages,
     "quota": _undo_quota,
     "cgroups": _undo_cgroups,
+    "favordynmods": _undo_favordynmods,
 }
 
 

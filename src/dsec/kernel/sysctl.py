@@ -28,7 +28,7 @@ WANTED = (
         "kernel.pid_max", 4_194_304, "one number space for the processes of all sandboxes; the default ends at 32,768"
     ),
     Setting("kernel.threads-max", 1_000_000, "threads of all sandboxes together"),
-    Setting("fs.inotify.max_user_instances", 65_536, "sandboxes of a project share host ids, and the limit is per id"),
+    Setting("fs.inotify.max_user_instances", 1_048_576, "all sandboxes together; the zygote allows each of them 128"),
     Setting("fs.inotify.max_user_watches", 4_194_304, "the same, for watches"),
     Setting(
         "fs.pipe-user-pages-soft", 1_048_576, "past it new pipes get one page instead of 16; it is per id", unlimited=0

@@ -130,8 +130,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FileInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One directory entry. Names are bytes on Linux: where one isn't UTF-8, `name` is a view with replacement characters
-    and `name_b64` holds its bytes."""
+    """One directory entry. Names are bytes on Linux: where one isn't UTF-8, `name` is a view with replacement
+    characters and `name_b64` holds its bytes."""
 
     name: str
     type: Literal["file", "directory", "symlink", "fifo", "socket", "char", "block"]
