@@ -224,10 +224,17 @@ class ContainerBackend:
             no_new_privs=spec.no_new_privs,
         )
         self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
-        spawning = self._spawning[sandbox_id] = asyncio.create_task(zygote.spawn(request), name=f"spawn {sandbox_id}")
+        spawning = self._spawning[sandbox_id] = asyncio.create_task(self._spawn(zygote, request))
         spawned = await asyncio.shield(spawning)
         del self._spawning[sandbox_id]
         return await self._serve(sandbox_id, spawned, slot, spec.disk_bytes)
+
+    async def _spawn(self, zygote: ZygoteClient, request: SpawnRequest) -> Spawned:
+        try:
+            return await zygote.spawn(request)
+        except CreateFailed:
+            self._exits.pop(request.sandbox, None)  # nothing runs, so nothing will end
+            raise
 
     async def _serve(self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int) -> ContainerInstance:
         if spawned.pidfd >= 0:
@@ -304,7 +311,7 @@ class ContainerBackend:
         if slot is not None:
             slot.kill()
         exited = self._exits.get(sandbox_id)
-        if exited is not None and not exited.done() and (instance is not None or spawning is not None or not handle):
+        if exited is not None and not exited.done():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_WAIT_S):
                     await asyncio.shield(exited)
