@@ -112,8 +112,12 @@ class Journal:
         connection = _open(path)
         self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._reader.execute("pragma query_only = 1")
-        self._writer = Writer(connection, _UPSERT)
+        self._writer = Writer(connection, _UPSERT, self._checkpoint)
         self._connection = connection
+
+    def _read(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        """By the writer's connection where that is free: its pages are in memory."""
+        return (self._reader if self._writer.connection_busy else self._connection).execute(sql, parameters)
 
     # --- sandboxes ---
 
@@ -128,12 +132,12 @@ class Journal:
 
     def get(self, sandbox_id: str) -> Record | None:
         """A record by id, ended ones included."""
-        row = self._reader.execute(f"{_SELECT} where id = ?", (sandbox_id,)).fetchone()
+        row = self._read(f"{_SELECT} where id = ?", (sandbox_id,)).fetchone()
         return _record(row) if row else None
 
     def live(self) -> list[Record]:
         """All records that have not ended."""
-        return [_record(row) for row in self._reader.execute(f"{_SELECT} where state != 'ended'")]
+        return [_record(row) for row in self._read(f"{_SELECT} where state != 'ended'")]
 
     async def ended(self, project: str, *, run: str | None, after: str, limit: int) -> list[Record]:
         """Ended records of a project in the order of ids, from above `after`."""
@@ -155,7 +159,7 @@ class Journal:
     # --- API keys ---
 
     def api_keys(self) -> list[KeyRecord]:
-        rows = self._reader.execute(
+        rows = self._read(
             "select hash, project, label, created_at, revoked_at from api_keys order by created_at"
         )
         return [
@@ -173,7 +177,7 @@ class Journal:
     # --- idempotency keys ---
 
     def batch(self, project: str, key: str) -> BatchRecord | None:
-        row = self._reader.execute(
+        row = self._read(
             "select digest, ids, created_at from batches where project = ? and key = ?", (project, key)
         ).fetchone()
         if row is None:
@@ -190,6 +194,14 @@ class Journal:
         )
 
     # --- upkeep ---
+
+    def _checkpoint(self) -> None:
+        """By a connection of its own, so that writes go on meanwhile."""
+        connection = sqlite3.connect(self._path, isolation_level=None)
+        try:
+            connection.execute("pragma wal_checkpoint(passive)")
+        finally:
+            connection.close()
 
     async def prune(self, now: float) -> int:
         """Drop what need not be kept any longer, at most `PRUNE_STEP` records; how many records went."""
@@ -272,6 +284,7 @@ def _open(path: Path) -> sqlite3.Connection:
             )
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = normal")
+        connection.execute("pragma wal_autocheckpoint = 0")  # the writer's business: it would wait for the disk
         findings = connection.execute("pragma quick_check(1)").fetchone()[0]
         if findings != "ok":
             raise sqlite3.DatabaseError(findings)
