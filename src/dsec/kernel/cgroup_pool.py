@@ -1,7 +1,8 @@
 """A pool of cgroup slots, made in advance and used again.
 
 `reserve` picks a slot without any I/O, so that it can be on record before anything is made; `take` hands the slot
-out; `give_back` returns at once, and a thread empties the slot in the background. A slot that can't be emptied is
+out; `give_back` returns at once: a slot that is empty already, as is the rule, is cleaned there and then, any other by
+a thread in the background (waking it for each would cost more than the cleaning). A slot that can't be emptied is
 never handed out again: the thread goes on trying to remove it. A reservation is named `<slot>.<number>`, and a number
 is never used again: whoever cancels or gives back twice can't touch the sandbox that has the slot by then. The pool
 holds at most `spare` empty slots: memory cgroups cost the kernel memory even when idle.
@@ -19,6 +20,8 @@ from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
 
 log = logging.getLogger(__name__)
 
+WARM_MOST = 64
+"""So many slots that serve may keep the descriptors of their files; a descriptor that was read costs 4 KiB."""
 _RETRY_S = 1.0
 
 
@@ -113,7 +116,8 @@ class CgroupPool:
             self._reservation += 1
             reservation = f"{slot.name}.{self._reservation}"
             self._reserved[reservation] = slot
-            self._wake.notify()
+            if len(self._spare) < self._refill or slot.note is None or slot.note.shape != shape:
+                self._wake.notify()
             return reservation
 
     def take(self, reservation: str, shape: Shape, owner: str, uid: int) -> Slot:
@@ -130,6 +134,8 @@ class CgroupPool:
             elif slot.note.shape != shape:
                 slot.reshape(shape)
             slot.assign(owner, uid)
+            if len(self._taken) > WARM_MOST:
+                slot.close()
         except OSError:
             slot.close()
             with self._wake:
@@ -158,10 +164,14 @@ class CgroupPool:
         Whoever puts processes into slots must be done with this one: a process that is attached later is in the next
         sandbox's slot.
         """
+        if self._taken.get(slot.name) is not slot:
+            return
+        del self._taken[slot.name]
+        clean = slot.clean_at_once()
         with self._wake:
-            if self._taken.get(slot.name) is not slot:
+            if clean and len(self._spare) < self._spare_most:
+                self._spare[slot.name] = slot
                 return
-            del self._taken[slot.name]
             slot.kill()
             slot.close()
             self._dirty.append(slot)

@@ -187,7 +187,7 @@ class Slot:
         self.v1 = tuple(self._dirs[c] for c in CONTROLLERS if c in root.v1)
         """The directories that the sandbox has to be attached to besides."""
         self.note: Note | None = None
-        self._fds: dict[str, int] = {}
+        self._fds: dict[tuple[str, str], int] = {}
 
     # making and finding
 
@@ -297,7 +297,8 @@ class Slot:
         base = self._fields("v2", "cpu.stat")
         throttle = self._fields("cpu", "cpu.stat") if cpu_v1 else base
         if memory_v1:
-            used, peak = self._number("memory.usage_in_bytes"), self._number("memory.max_usage_in_bytes")
+            used = self._number("memory.usage_in_bytes")
+            peak = int(os.pread(self._fd("memory", "memory.max_usage_in_bytes", os.O_RDWR), 1024, 0))
             oom = self._fields("memory", "memory.oom_control")
         else:
             used, peak = self._number("memory.current"), self._number("memory.peak")
@@ -312,13 +313,15 @@ class Slot:
             pids_refused=self._fields("pids", "pids.events").get(b"max", 0),
         )
 
-    def _pread(self, place: str, name: str) -> bytes:
-        key = f"{place}/{name}"
-        fd = self._fds.get(key)
+    def _fd(self, place: str, name: str, flags: int = os.O_RDONLY) -> int:
+        fd = self._fds.get((place, name))
         if fd is None:
             directory = self.v2 if place == "v2" else self._dirs[place]
-            fd = self._fds[key] = os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(fd, 1024, 0)
+            fd = self._fds[place, name] = os.open(f"{directory}/{name}", flags | os.O_CLOEXEC)
+        return fd
+
+    def _pread(self, place: str, name: str) -> bytes:
+        return os.pread(self._fd(place, name), 1024, 0)
 
     def _fields(self, place: str, name: str) -> dict[bytes, int]:
         words = self._pread(place, name).split()
@@ -337,6 +340,45 @@ class Slot:
         self._fds.clear()
 
     # after it served
+
+    def clean_at_once(self) -> bool:
+        """What `clean` does where nothing has to be waited for, as is the rule when pid 1 and with it all others were
+        reaped: well under a millisecond, and the descriptors stay open. False, with the slot as it was, where it takes
+        more."""
+        if self.note is None:
+            return False
+        try:
+            events = self._pread("v2", "cgroup.events")
+            if (
+                b"populated 0" not in events
+                or b"frozen 1" in events
+                or not self._without_groups()
+                or int(self._pread("pids", "pids.current"))
+                or os.listxattr(self.v2) != [_XATTR]
+            ):
+                return False
+            now = self._counters()
+            if now.memory_bytes > self._residue():
+                return False
+            peak = now.memory_peak_bytes
+            if "memory" in self.root.v1:
+                os.pwrite(self._fd("memory", "memory.max_usage_in_bytes", os.O_RDWR), b"0", 0)
+                peak = self._number("memory.max_usage_in_bytes")
+            self._keep(Note(self.note.shape, baseline=msgspec.structs.replace(now, memory_peak_bytes=peak)))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _without_groups(self) -> bool:
+        """Remove the empty groups in it, one level; False where that doesn't do."""
+        with os.scandir(self.v2) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        try:
+            for name in names:
+                os.rmdir(f"{self.v2}/{name}")
+        except OSError:
+            return False
+        return True
 
     def clean(self, timeout_s: float = 5.0) -> bool:
         """End what runs, remove nested groups, give most memory back, begin counters anew. Blocks; False where it
