@@ -99,15 +99,22 @@ if sys.platform == "linux":
         environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
         return state / "store"
 
-    @pytest.fixture
-    def debian_state(debian_store: Path, tmp_path: Path) -> Path:
-        """A fresh state directory in which the environment `debian` and the compiled programs exist."""
-        state = tmp_path / "state"
+    def _debian_state(debian_store: Path, state: Path) -> Path:
         state.mkdir(mode=0o700)
         (debian_store.parent / "native").mkdir(exist_ok=True)
         for name in ("store", "native"):
             (state / name).symlink_to(debian_store.parent / name)
         return state
+
+    @pytest.fixture
+    def debian_state(debian_store: Path, tmp_path: Path) -> Path:
+        """A fresh state directory in which the environment `debian` and the compiled programs exist."""
+        return _debian_state(debian_store, tmp_path / "state")
+
+    @pytest.fixture(scope="module")
+    def debian_module_state(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The same for a module's tests together."""
+        return _debian_state(debian_store, tmp_path_factory.mktemp("module") / "state")
 
     @pytest.fixture(scope="session", autouse=True)
     def _leaves_nothing() -> Iterator[None]:

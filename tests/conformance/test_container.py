@@ -21,7 +21,7 @@ pytestmark = pytest.mark.root
 
 
 class ContainerFactory:
-    features = frozenset({Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT})
+    features = Feature.LOCAL | {Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT}
     environment = "debian"
 
     def __init__(self, state: Path, run: Path) -> None:

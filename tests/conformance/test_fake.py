@@ -16,7 +16,7 @@ from dsec.testing.conformance.kit import Feature  # noqa: E402
 
 
 class FakeFactory:
-    features = frozenset({Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT})
+    features = Feature.LOCAL | {Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT}
     environment = "base"
 
     def __init__(self, directory: Path) -> None:

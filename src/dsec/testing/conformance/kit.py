@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from msgspec import Struct
 
+from dsec.errors import DsecError
 from dsec.ports import Backend, GuestChannel, Handle, Instance, InstanceEnd, Operation
-from dsec.spec.operations import EndKind, ExecFlag, OpEnd, OpRequest
+from dsec.spec.operations import EndKind, ExecFlag, OpEnd, OpRequest, Stage
 from dsec.spec.sandbox import SandboxSpec
 
 PATIENCE_S = 60.0
@@ -32,6 +33,19 @@ class Feature:
     """`Factory.fail_next_create` works."""
     DISK_LIMIT = "disk_limit"
     """`disk_bytes` is enforced."""
+    CHECK = "check"
+    """`Backend.check` finds what can't work before anything is reserved. Without it `create` does."""
+    BYTES = "bytes"
+    """Arguments and environment may hold any bytes but NUL, not text alone."""
+    STAGES = "stages"
+    """A start that failed says at which stage and with which errno. Without it only in words."""
+    STDIN_OFFSETS = "stdin_offsets"
+    """`Operation.write` takes an offset."""
+    SOCKET_CHANNEL = "socket_channel"
+    """Channels are `dsec.channel.SocketChannel`s of this process."""
+
+    LOCAL = frozenset({CHECK, BYTES, STAGES, STDIN_OFFSETS, SOCKET_CHANNEL})
+    """What a backend has whose guests are reached by `SocketChannel`."""
 
 
 class Factory(Protocol):
@@ -92,6 +106,14 @@ class Sandboxes:
         assert instance.sandbox_id == sandbox_id
         return instance
 
+    async def refuses(self, error: type[DsecError], **changes: Any) -> None:
+        """Such a sandbox can't be made, and nothing of it is."""
+        with pytest.raises(error):
+            await self.create(**changes)
+        assert self.instances == {}
+        if Feature.CHECK in self.factory.features:
+            assert self.handles == {}
+
     async def destroy(self, sandbox_id: str) -> None:
         await self.backend.destroy(sandbox_id, self.handles.pop(sandbox_id))
         self.instances.pop(sandbox_id, None)
@@ -149,6 +171,14 @@ def request(*argv: str | bytes, **fields: Any) -> OpRequest:
     words = tuple(word if isinstance(word, bytes) else word.encode() for word in argv)
     env = ENV + tuple(fields.pop("env", ()))
     return OpRequest(argv=words, env=env, **fields)
+
+
+def start_failed(factory: Factory, end: OpEnd, stage: Stage, number: int | None = None) -> None:
+    """The command could not be started, and says why: at `stage`, with the errno `number` (None: whichever)."""
+    assert end.kind is EndKind.START_FAILED
+    assert end.message
+    if Feature.STAGES in factory.features:
+        assert (end.stage, end.code) == (stage, end.code if number is None else number)
 
 
 async def collect(operation: Operation, out_from: int = 0, err_from: int = 0) -> Outcome:

@@ -25,14 +25,12 @@ class TestLifecycle:
         assert backend.name
         assert 0 < backend.epoch < 1 << 24
 
-    def test_an_environment_that_is_not_there(self, sandboxes: Sandboxes) -> None:
-        with pytest.raises(EnvironmentNotFound):
-            sandboxes.backend.check(sandboxes.spec(environment="no-such-environment"))
+    async def test_an_environment_that_is_not_there(self, sandboxes: Sandboxes) -> None:
+        await sandboxes.refuses(EnvironmentNotFound, environment="no-such-environment")
 
     @pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"network": {"pypi": True}}, {"gpus": 1}])
-    def test_what_is_not_built_is_refused(self, sandboxes: Sandboxes, field: dict[str, Any]) -> None:
-        with pytest.raises(Unsupported):
-            sandboxes.backend.check(sandboxes.spec(**field))
+    async def test_what_is_not_built_is_refused(self, sandboxes: Sandboxes, field: dict[str, Any]) -> None:
+        await sandboxes.refuses(Unsupported, **field)
 
     async def test_reserving_makes_nothing_and_can_be_destroyed(self, sandboxes: Sandboxes) -> None:
         handle = sandboxes.backend.reserve("reservedonly", sandboxes.spec())

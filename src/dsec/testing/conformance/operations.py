@@ -9,7 +9,7 @@ import pytest
 
 from dsec.errors import DsecError, InvalidRequest
 from dsec.spec.operations import ExecFlag
-from dsec.testing.conformance.kit import Sandboxes, collect, ok, request, run, until
+from dsec.testing.conformance.kit import Factory, Feature, Sandboxes, collect, needs, ok, request, run, until
 
 SEQ = b"".join(b"%d\n" % number for number in range(1, 100_001))
 
@@ -79,7 +79,8 @@ class TestOperations:
         await operation.close_stdin()
         assert [ok(outcome) for outcome in await asyncio.gather(*tasks[1:])] == [b"ab", b"ab"]
 
-    async def test_stdin_offsets(self, sandboxes: Sandboxes) -> None:
+    async def test_stdin_offsets(self, sandboxes: Sandboxes, factory: Factory) -> None:
+        needs(factory, Feature.STDIN_OFFSETS)
         channel = (await sandboxes.create()).channel
         operation = await channel.start(request("cat", flags=ExecFlag.STDIN))
         assert operation.stdin_offset == 0

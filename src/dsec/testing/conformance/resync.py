@@ -16,7 +16,7 @@ from dsec.channel import SocketChannel
 from dsec.errors import DsecError
 from dsec.ports import GuestChannel
 from dsec.spec.operations import EndKind, ExecFlag
-from dsec.testing.conformance.kit import PATIENCE_S, Sandboxes, collect, request
+from dsec.testing.conformance.kit import PATIENCE_S, Factory, Feature, Sandboxes, collect, needs, request
 from dsec.testing.sockets import CuttingSocket
 
 DATA = bytes(range(256)) * 1000
@@ -43,12 +43,13 @@ async def story(channel: GuestChannel) -> None:
 
 
 class TestResync:
-    """For backends whose channel is a `SocketChannel`."""
+    """Where an edge and its guest have a `SocketChannel` between them."""
 
     @pytest.mark.parametrize("way", ["sends", "receives"])
     async def test_an_edge_killed_at_every_frame_boundary(
-        self, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, way: str
+        self, sandboxes: Sandboxes, factory: Factory, monkeypatch: pytest.MonkeyPatch, way: str
     ) -> None:
+        needs(factory, Feature.SOCKET_CHANNEL)
         instance = await sandboxes.create()
         original = SocketChannel.__init__
         cuts: list[CuttingSocket] = []

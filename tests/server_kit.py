@@ -1,0 +1,181 @@
+"""A real server as a child process, on an address that it keeps when it is started again: killed, stopped, restarted;
+and what it has on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.app import read_config
+from dsec.kernel import census
+from dsec.sdk._config import FILE_NAME, Endpoint
+
+PATIENCE_S = 60.0
+SOURCES = Path(__file__).parent.parent / "src"
+
+
+class Server:
+    """`dsec serve` on a state directory."""
+
+    def __init__(self, state: Path, *, on_exit: str = "destroy") -> None:
+        self.state = state
+        self.config = read_config(state)
+        self.on_exit = on_exit
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        self.process = self.spawn()
+        until(lambda: self._listens() or self._exited())
+        assert self.process.poll() is None, self.log()[-3000:]
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start it, without a look at what becomes of it."""
+        with (self.state / "server.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dsec.cli.main", "serve", "--port", str(self.port), "--on-exit", self.on_exit],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def environment(self) -> dict[str, str]:
+        """For programs that talk to it."""
+        return {**os.environ, "DSEC_STATE": str(self.state), "PYTHONPATH": str(SOURCES)}
+
+    def kill(self) -> None:
+        """SIGKILL: it gets no chance to say anything."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM; it does what `on_exit` says."""
+        assert self.process is not None
+        self.process.terminate()
+        assert self.process.wait(PATIENCE_S) == 0, self.log()[-3000:]
+
+    def endpoint(self) -> Endpoint:
+        return msgspec.json.decode((self.state / FILE_NAME).read_bytes(), type=Endpoint)
+
+    def client(self) -> AsyncClient:
+        endpoint = self.endpoint()
+        assert endpoint.url == self.url
+        return AsyncClient(endpoint.url, endpoint.api_key)
+
+    def log(self) -> str:
+        return (self.state / "server.log").read_text()
+
+    # --- on the host ---
+
+    def zygote(self) -> int:
+        """Its process id."""
+        return next(pid for pid in _pids() if str(self.config.run / "zygote.sock") in _command(pid))
+
+    async def pid1(self, sandbox: AsyncSandbox) -> int:
+        """Of a sandbox, as the host counts."""
+        result = await sandbox.commands.run(["readlink", "/proc/self/ns/pid"])
+        inside = result.check().stdout.strip()
+        for pid in _pids():
+            try:
+                spaces = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "NSpid" in line]
+                if spaces[0].split()[-1] == "1" and os.readlink(f"/proc/{pid}/ns/pid") == inside:  # noqa: PTH115
+                    return pid
+            except OSError:
+                continue
+        raise AssertionError(f"{sandbox.id} has no pid 1")
+
+    def subvolumes(self) -> set[str]:
+        """Sandboxes that have a disk."""
+        return {path.name for path in (self.config.run / "volume" / "sandboxes").iterdir()}
+
+    def census(self) -> census.Census:
+        return census.take(self.state)
+
+    def holds(self, live: set[str]) -> bool:
+        """The host holds these sandboxes' things and no other's: a disk, a mount namespace, a cgroup with processes."""
+        return self.subvolumes() == live and len(self.guests()) == len(live)
+
+    def guests(self) -> list[int]:
+        """Processes that are pid 1 of a pid namespace, in a cgroup of this server's."""
+        found = []
+        for pid in _pids():
+            try:
+                ours = f"/dsec-{self.config.instance}" in Path(f"/proc/{pid}/cgroup").read_text()
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:
+                continue
+            spaces = status.partition("NSpid:")[2].partition("\n")[0].split()
+            if ours and spaces[1:] == ["1"] and "\nState:\tZ" not in status:
+                found.append(pid)
+        return found
+
+    def _listens(self) -> bool:
+        with socket.socket() as sock:
+            return not sock.connect_ex(("127.0.0.1", self.port)) and (self.state / FILE_NAME).exists()
+
+    def _exited(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
+
+@contextmanager
+def serving(state: Path, *, on_exit: str = "destroy") -> Iterator[Server]:
+    """A server that runs; whatever became of it, nothing of it is left in the end."""
+    server = Server(state, on_exit=on_exit)
+    server.start()
+    try:
+        yield server
+    finally:
+        end(server)
+
+
+def end(server: Server) -> None:
+    """Stop it, and see that nothing is left on the host."""
+    if server.process is not None and server.process.poll() is None:
+        server.stop()
+    if server.census() != census.Census():
+        server.on_exit = "destroy"
+        server.start()
+        server.stop()
+    assert server.census() == census.Census()
+
+
+def until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Wait, bounded."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
