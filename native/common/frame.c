@@ -22,6 +22,7 @@ static const struct rule RULES[256] = {
     [DSEC_SIGNAL] = {0, true, 8, 8},
     [DSEC_RELEASE] = {0, true, 0, 0},
     [DSEC_PING] = {0, true, 8, 8},
+    [DSEC_RESIZE] = {0, true, 4, 4},
 
     [DSEC_WELCOME] = {0, true, 24, 24},
     [DSEC_OPSTATE] = {0, true, 0, DSEC_MAX_PAYLOAD},
@@ -38,6 +39,7 @@ static const struct rule RULES[256] = {
     [DSEC_Z_ATTACH] = {0, true, 1, MAX_ID},
     [DSEC_Z_FORGET] = {0, true, 1, MAX_ID},
     [DSEC_Z_SHUTDOWN] = {0, true, 0, 0},
+    [DSEC_Z_PTS] = {0, true, 1, MAX_ID},
 
     [DSEC_Z_WELCOME] = {0, true, 24, 24},
     [DSEC_Z_SANDBOX] = {0, true, 9, 8 + MAX_ID},

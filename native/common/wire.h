@@ -50,6 +50,8 @@
 #define DSEC_WINDOW (256u << 10)
 #define DSEC_MAX_OPS 1024                 /* live and unreleased operations of one guest; above: REFUSED EAGAIN */
 #define DSEC_MAX_KEY 128
+#define DSEC_MAX_TERMINAL 4096            /* columns, rows */
+#define DSEC_MAX_WATCHES 8192             /* directories of one WATCH */
 
 enum dsec_frame {
     /* edge -> guest */
@@ -61,6 +63,8 @@ enum dsec_frame {
                               (2 only with SIGKILL: cgroup.kill, double forks included) */
     DSEC_RELEASE = 6,      /* op: forget it. A running one is first killed whole. */
     DSEC_PING = 7,         /* u64 token */
+    DSEC_RESIZE = 8,       /* op; u16 columns, u16 rows of a terminal (EF_PTY); SIGWINCH inside. 0: as it is; above DSEC_MAX_TERMINAL: that.
+                              REFUSED ENOTTY for an operation without one */
 
     /* guest -> edge */
     DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */
@@ -79,6 +83,8 @@ enum dsec_frame {
     DSEC_Z_ATTACH = 131,   /* sandbox id, bytes -> Z_ATTACHED + SCM_RIGHTS {channel, pidfd}, or Z_FAILED */
     DSEC_Z_FORGET = 132,   /* sandbox id of an ended sandbox: its exit is on record -> Z_OK */
     DSEC_Z_SHUTDOWN = 133, /* kill all sandboxes, wait for them, exit -> Z_OK, then the socket closes */
+    DSEC_Z_PTS = 134,      /* sandbox id: mount its own devpts at /dev/pts if that wasn't done yet -> Z_OK or Z_FAILED. On demand, because
+                              each superblock costs the host memory in every memory cgroup */
 
     /* zygote -> edge */
     DSEC_Z_WELCOME = 193,  /* u16 version, u16 0, u32 pid, u64 epoch (random at start, never 0), u32 live, u32 ended */
@@ -109,6 +115,13 @@ enum dsec_kind {
     DSEC_MOVE = 5,         /* PATH, PATH2; FF_EXCL: fail when the target exists */
     DSEC_REMOVE = 6,       /* PATH; FF_RECURSIVE */
     DSEC_MKDIR = 7,        /* PATH, MODE; FF_PARENTS (then an existing directory is no error) */
+    DSEC_WATCH = 8,        /* PATH of a directory; FF_RECURSIVE: all below it too, as it comes and goes -> event records on stdout, first
+                              'b' when it watches. Ends with exit code 0 after PATH itself was removed or moved away; start_failed with
+                              ENOSPC above DSEC_MAX_WATCHES directories, or whatever it cannot go on after */
+    DSEC_CONNECT = 9,      /* PORT: TCP at 127.0.0.1, then ::1; or PATH: a unix socket. stdin to it, from it to stdout; the end of stdin
+                              closes that direction alone. Records on stderr: 'c' when it is connected; 'e' and the u64 number of bytes on
+                              stdout when the other side has ended its direction. Ends with code 0 when both have, or with start_failed
+                              (STAGE_CONNECT) */
 };
 
 enum dsec_tag {
@@ -120,9 +133,12 @@ enum dsec_tag {
     TAG_FLAGS = 9,         /* enum dsec_exec_flag */
     TAG_PATH = 10, TAG_PATH2 = 11, TAG_MODE = 12, TAG_OFFSET = 13, TAG_LENGTH = 14, TAG_DEPTH = 15, TAG_FILE_FLAGS = 16,
     TAG_NOFILE = 17,       /* RLIMIT_NOFILE, soft and hard */
+    TAG_PTY_SIZE = 18,     /* columns << 16 | rows, with EF_PTY; 0 (or absent): 80, 24; above DSEC_MAX_TERMINAL: that. In OPSTATE: its size */
+    TAG_PORT = 19,         /* CONNECT: 1..65535 */
 
     TAG_STATE = 32,        /* 0 starting, 1 running, 2 ended (EXIT follows after SYNCED) */
     TAG_PID = 33, TAG_STDIN_OFFSET = 34, TAG_STDOUT_BASE = 35, TAG_STDOUT_END = 36, TAG_STDERR_BASE = 37, TAG_STDERR_END = 38,
+    TAG_AGE_MS = 39,       /* since START */
 
     TAG_SANDBOX = 64,      /* SPAWN: sandbox id, [a-z0-9]{1,40} */
     TAG_HOSTNAME = 65,
@@ -144,6 +160,9 @@ enum dsec_exec_flag {
     EF_KILL_LEFTOVERS = 2, /* when the leader exits, end everything it started; else background processes live on, and output that they
                               write afterwards is read and dropped */
     EF_MERGE = 4,          /* stderr into stdout */
+    EF_PTY = 8,            /* on a terminal of its own, as the leader of its session: all output is stdout, STDIN is what is typed, its end
+                              types the terminal's end-of-file character where it takes lines. The terminal is hung up when the
+                              leader has ended and its output was read. Needs Z_PTS */
 };
 enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };
 enum dsec_spawn_flag { SF_NO_NEW_PRIVS = 1 };
@@ -159,6 +178,7 @@ enum dsec_end {
 };
 enum dsec_stage {
     STAGE_NONE = 0, STAGE_USER = 1, STAGE_CWD = 2, STAGE_EXEC = 3, STAGE_FORK = 4, STAGE_CGROUP = 5, STAGE_FILE = 6, STAGE_REQUEST = 7,
+    STAGE_TERMINAL = 8, STAGE_CONNECT = 9,
 };
 #define EXIT_TRUNCATED 1   /* flags: output was lost to the cap */
 
@@ -177,6 +197,14 @@ struct dsec_exit {
  *   u8 type ('f' 'd' 'l' 'p' 's' 'c' 'b'), u8 0, u16 name length, u16 link length, u16 0, u32 mode (12 bits), u32 uid, u32 gid, u32 nlink,
  *   u64 size, i64 mtime ns, name bytes, link target bytes. 40 bytes and the names. */
 #define DSEC_ENTRY_SIZE 40
+
+/* An event of WATCH on stdout:
+ *   u8 kind, u8 1 for a directory, u16 path length, u16 length of the path before, u16 0, path bytes, bytes of the path before (kind 'm').
+ *   8 bytes and the paths. Paths are relative to PATH; empty: PATH itself. Kinds: 'b' watching begins, 'c' created (or moved in), 'w'
+ *   written, 'r' removed (or moved out), 'm' moved within the tree, 'a' mode, owner or times changed, 'o' events were lost, look again.
+ *   A file that appears in a directory which itself just appeared may be told as created twice. An atomic WRITE shows as 'c' and 'w' of
+ *   its target (a new file), or 'w' alone. */
+#define DSEC_EVENT_SIZE 8
 
 /* Descriptors that the zygote hands to the guest by execve:
  *   3 control socket (SEQPACKET; each message carries one fresh channel), 4 the first channel, 5 the sandbox's cgroup v2 directory. */

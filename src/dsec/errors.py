@@ -12,6 +12,7 @@
         FileError                 file_error             409   errno and path: is a directory, exists, not empty, ...
         Conflict                  conflict               409   a key was used for a different request
         SandboxEnded              sandbox_ended          410   carries its cause
+        PortClosed                port_closed            409   nothing listens there inside, or the connection was cut
         TooLarge                  too_large              413
         Unsupported               unsupported            422   a feature that this server or host doesn't have (yet)
         QuotaExceeded             quota_exceeded         429
@@ -126,6 +127,11 @@ class Conflict(CallerError):
 class SandboxEnded(CallerError):
     code = "sandbox_ended"
     http_status = 410
+
+
+class PortClosed(CallerError):
+    code = "port_closed"
+    http_status = 409
 
 
 class TooLarge(CallerError):

@@ -8,7 +8,7 @@ passes.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -84,7 +84,24 @@ class Operation(Protocol):
         """
         ...
 
-    async def close_stdin(self) -> None: ...
+    async def close_stdin(self) -> None:
+        """No more stdin. On a terminal: types its end-of-file character, where it takes lines."""
+        ...
+
+    @property
+    def pty(self) -> bool:
+        """It runs on a terminal."""
+        ...
+
+    @property
+    def started_at(self) -> float:
+        """Wall clock; after a resync as the guest counts."""
+        ...
+
+    async def resize(self, cols: int, rows: int) -> None:
+        """The size of its terminal, 0..65535 (0: as it is; the guest bounds it). Raises `InvalidRequest` where it has
+        none. Nothing where it has ended."""
+        ...
 
     async def signal(self, signal: int, scope: int = 0) -> None:
         """`scope` 0: the leader, 1: its process group, 2: everything that it started (SIGKILL only)."""
@@ -161,6 +178,16 @@ class Instance(Protocol):
         ...
 
     def usage(self) -> Usage: ...
+
+
+@runtime_checkable
+class TerminalHost(Protocol):
+    """What an `Instance` may be besides: one in which terminals need something prepared first."""
+
+    async def prepare_terminal(self) -> None:
+        """Called before an operation with ExecFlag.PTY starts; cheap when it was done before. Raises `Unsupported`,
+        `Unavailable`."""
+        ...
 
 
 Handle = dict[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsec.spec import operations
-from dsec.wire import entries, frames, session
+from dsec.wire import entries, events, frames, session
 
 HEADER = Path(__file__).parents[2] / "native" / "common" / "wire.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
@@ -65,7 +65,10 @@ def test_every_frame_type_has_a_rule() -> None:
         ("DSEC_WINDOW", frames.WINDOW),
         ("DSEC_MAX_OPS", frames.MAX_OPS),
         ("DSEC_MAX_KEY", frames.MAX_KEY),
+        ("DSEC_MAX_TERMINAL", frames.MAX_TERMINAL),
+        ("DSEC_MAX_WATCHES", frames.MAX_WATCHES),
         ("DSEC_ENTRY_SIZE", entries.ENTRY_SIZE),
+        ("DSEC_EVENT_SIZE", events.EVENT_SIZE),
         ("EXIT_TRUNCATED", session.EXIT_TRUNCATED),
     ],
 )

@@ -28,6 +28,7 @@ KEEP_BYTES = 64 << 10
 _ACK_BYTES = 64 << 10
 _SIGKILL = 9
 _SIGNAL_MAX = 64
+_SIZE_MAX = 65535
 
 
 def again(error: DsecError) -> DsecError:
@@ -92,11 +93,15 @@ class GuestOperation:
         starts: tuple[int, int] = (0, 0),
         pid: int | None = None,
         orphan: bool = False,
+        pty: bool = False,
+        started_at: float = 0.0,
     ) -> None:
         self._link = link
         self._op = op
         self._key = key
         self.kind = kind
+        self.pty = pty
+        self.started_at = started_at
         self._spool = spool
         self._streams = (_Stream(starts[0]), _Stream(starts[1]))
         self._pid = pid
@@ -325,6 +330,16 @@ class GuestOperation:
             raise again(self._error)
         await self._link.drained()
         self._link.send(self._link.session.signal(self._op, signal, scope))
+
+    async def resize(self, cols: int, rows: int) -> None:
+        if not self.pty:
+            raise InvalidRequest("the command has no terminal", remedy="Start it with `pty`.")
+        if not (0 <= cols <= _SIZE_MAX and 0 <= rows <= _SIZE_MAX):
+            raise InvalidRequest(f"a terminal has 0 to {_SIZE_MAX} columns and rows")
+        if self._error is not None:
+            raise again(self._error)
+        await self._link.drained()
+        self._link.send(self._link.session.resize(self._op, cols, rows))
 
     async def release(self) -> None:
         self._link.forget(self)

@@ -25,7 +25,7 @@ from dsec.channel.operation import GuestOperation, again
 from dsec.channel.spool import Spool
 from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
 from dsec.ports import Clock
-from dsec.spec.operations import Kind, OpRequest
+from dsec.spec.operations import ExecFlag, Kind, OpRequest
 from dsec.wire.frames import MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode
 from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
 
@@ -41,6 +41,7 @@ _QUEUE_HIGH = 1 << 20
 _QUEUE_MAX = 16 << 20
 """Bytes queued for a guest that doesn't read but makes us answer: then it is broken."""
 
+_PTY = int(ExecFlag.PTY)
 _CHANNEL_EVENTS = (Known, Synced, Pong)
 _local = threading.local()
 
@@ -134,7 +135,15 @@ class SocketChannel:
         except ValueError as error:
             raise InvalidRequest(f"the guest cannot take this: {error}") from error
         spool = self._spool.of(op) if self._spool and request.key is not None else None
-        operation = GuestOperation(self, op, key=request.key, kind=request.kind, spool=spool)
+        operation = GuestOperation(
+            self,
+            op,
+            key=request.key,
+            kind=request.kind,
+            spool=spool,
+            pty=bool(int(request.flags) & _PTY),
+            started_at=self._clock.now(),
+        )
         self._operations[op] = operation
         if request.key is not None:
             self._by_key[request.key] = operation
@@ -266,6 +275,8 @@ class SocketChannel:
             starts=(event.stdout_from, event.stderr_from),
             pid=state.pid or None,
             orphan=not keyed,
+            pty=state.pty_size > 0,
+            started_at=self._clock.now() - state.age_ms / 1000,
         )
         self._operations[event.op] = operation
         if state.key is not None:

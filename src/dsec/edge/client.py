@@ -23,7 +23,16 @@ from dsec.errors import ErrorBody
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
-from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import (
+    ExecSpec,
+    ExecStatus,
+    FileEvent,
+    FileInfo,
+    ProcessInfo,
+    SandboxInfo,
+    SandboxSpec,
+    State,
+)
 
 
 class Principal(Struct, frozen=True):
@@ -150,6 +159,43 @@ class Execution(Protocol):
     async def close_stdin(self) -> None: ...
 
 
+class FileWatch(Protocol):
+    """Events of a watched directory, from the moment that `EdgeClient.watch` returned on. Ends after the `remove` of
+    the directory itself (path ""). Close it when done early.
+
+    `anext` raises `QuotaExceeded` where the tree got more directories than a watch can follow, and what
+    `EdgeClient.watch` raises.
+    """
+
+    def __aiter__(self) -> AsyncIterator[FileEvent]: ...
+    async def __anext__(self) -> FileEvent: ...
+    async def aclose(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class PortStream(Protocol):
+    """A connection to a port (or unix socket) inside, both directions at once. Close it in the end. One reader and one
+    writer at a time. Goes with the edge."""
+
+    async def read(self) -> bytes:
+        """Some bytes; b"" when the other side has ended its direction. Raises `PortClosed` where the connection was
+        reset."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Send, waiting while the other side doesn't read. Dropped where it doesn't take any more."""
+        ...
+
+    async def close_write(self) -> None:
+        """End our direction; reading goes on. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """End both. Idempotent."""
+        ...
+
+
 class EdgeClient(Protocol):
     """Sandboxes, commands and files of one node."""
 
@@ -259,6 +305,20 @@ class EdgeClient(Protocol):
         """The command of a key. Raises `NotFound`."""
         ...
 
+    async def attach_pid(self, sandbox_id: str, pid: int) -> Execution:
+        """The running command of this pid inside, also one that an earlier edge started with a key. Raises
+        `NotFound`."""
+        ...
+
+    def processes(self, sandbox_id: str) -> list[ProcessInfo]:
+        """The running commands that this edge can attach to, oldest first."""
+        ...
+
+    async def resize(self, sandbox_id: str, key: str, cols: int, rows: int) -> None:
+        """The size of a command's terminal (see `PtySize`). Nothing where it has ended. Raises `InvalidRequest` where
+        it has no terminal, `NotFound`."""
+        ...
+
     async def signal(self, sandbox_id: str, key: str, signal: int, scope: str = "leader") -> None:
         """`scope`: "leader", "group", or "all" (SIGKILL only: everything that it started). No error where it has ended
         already.
@@ -319,3 +379,17 @@ class EdgeClient(Protocol):
     async def remove_file(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
     ) -> None: ...
+
+    async def watch(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
+    ) -> FileWatch:
+        """Watch a directory; returns when nothing that happens from now on is missed. Raises `QuotaExceeded` where the
+        tree has more directories, or the sandbox more watches, than it may, else as the other file calls."""
+        ...
+
+    # --- ports ------------------------------------------------------------------------------------------------------
+
+    async def connect(self, sandbox_id: str, port: int | bytes) -> PortStream:
+        """Connect to a TCP port on the loopback inside, or to the unix socket of a path. Raises `PortClosed` where
+        nothing listens there (or doesn't answer within 10 s), `InvalidRequest`, `QuotaExceeded`."""
+        ...

@@ -18,9 +18,9 @@ from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_o
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
 from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
-from dsec.ports import Clock, Operation, Usage
+from dsec.ports import Clock, Operation, TerminalHost, Usage
 from dsec.spec.operations import Chunk, Kind, OpRequest
-from dsec.spec.sandbox import ExecSpec, ExecStatus, State
+from dsec.spec.sandbox import ExecSpec, ExecStatus, ProcessInfo, State
 
 _USAGE_FRESH_S = 1.0
 
@@ -73,7 +73,7 @@ class RunningCommand:
 
     @property
     def key(self) -> str:
-        return self._command.key
+        return self._command.key or f"~{self._command.live().op}"
 
     @property
     def stdin_offset(self) -> int:
@@ -146,9 +146,42 @@ class Commands:
         if command.starting is not None:
             await asyncio.shield(command.starting)
         self._check_kept(sandbox, command)
-        if not command.key:
+        if not command.key and not key.startswith("~"):
             command.key = key  # an earlier edge's: only the hash was known
         return RunningCommand(self, sandbox, command, attached=True)
+
+    async def attach_pid(self, sandbox: Sandbox, pid: int) -> RunningCommand:
+        """See `EdgeClient.attach_pid`."""
+        sandbox.running()
+        for command in (sandbox.commands or {}).values():
+            operation = command.operation
+            if operation is not None and operation.pid == pid and operation.end is None:
+                return RunningCommand(self, sandbox, command, attached=True)
+        raise NotFound(
+            f"no running command has the pid {pid} in sandbox {sandbox.id}",
+            remedy="Only commands that were started through the server can be attached to, while they run.",
+        )
+
+    def processes(self, sandbox: Sandbox) -> list[ProcessInfo]:
+        """See `EdgeClient.processes`."""
+        sandbox.running()
+        return [
+            ProcessInfo(
+                key=command.key or f"~{operation.op}",
+                pid=operation.pid,
+                argv=list(command.asked.argv),
+                started_at=operation.started_at,
+                pty=operation.pty,
+            )
+            for command in (sandbox.commands or {}).values()
+            if (operation := command.operation) is not None and operation.pid is not None and operation.end is None
+        ]
+
+    async def resize(self, sandbox: Sandbox, key: str, cols: int, rows: int) -> None:
+        """See `EdgeClient.resize`."""
+        operation = (await self.attach(sandbox, key))._command.live()
+        if operation.end is None:
+            await operation.resize(cols, rows)
 
     async def signal(self, sandbox: Sandbox, key: str, signal: int, scope: int) -> None:
         """See `EdgeClient.signal`."""
@@ -227,7 +260,7 @@ class Commands:
         if not table:
             return None
         if key.startswith("~"):
-            return table.get(int(key[1:])) if key[1:].isascii() and key[1:].isdigit() else None
+            return _by_number(table, int(key[1:])) if key[1:].isascii() and key[1:].isdigit() else None
         return table.get(hash_of(key))
 
     async def _again(self, sandbox: Sandbox, command: Command, key: str, guest_key: bytes) -> RunningCommand:
@@ -240,7 +273,10 @@ class Commands:
 
     async def _start(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
         try:
-            operation = await sandbox.running().channel.start(request)
+            instance = sandbox.running()
+            if command.asked.pty and isinstance(instance, TerminalHost):
+                await instance.prepare_terminal()
+            operation = await instance.channel.start(request)
         except BaseException as error:
             self._drop(sandbox, command)
             if isinstance(error, OutcomeUnknown | Unavailable):
@@ -332,6 +368,14 @@ class Commands:
                 exit_code=status.exit_code,
                 cause=status.cause.value,
             )
+
+
+def _by_number(table: dict[bytes | int, Command], op: int) -> Command | None:
+    """The command with an operation's number: one without a key, or one whose key only an earlier edge knew."""
+    found = table.get(op)
+    if found is not None:
+        return found
+    return next((each for each in table.values() if each.operation is not None and each.operation.op == op), None)
 
 
 def _ident(command: Command) -> bytes | int | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mappin
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
-from dsec.channel import files
+from dsec.channel import files, streams
 from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, Page, Principal
 from dsec.edge.commands import Commands, RunningCommand
@@ -19,13 +19,14 @@ from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
+from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tasks import Tasks, log
 from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.records import Journal, Record
 from dsec.journal.state_dir import StateDir
 from dsec.ports import Backend, Clock, GuestChannel, Usage
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import ExecSpec, FileInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, SandboxInfo, SandboxSpec, State
 
 BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
@@ -276,6 +277,15 @@ class Edge:
     async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
         return await self._commands.attach(self._live(sandbox_id), key)
 
+    async def attach_pid(self, sandbox_id: str, pid: int) -> RunningCommand:
+        return await self._commands.attach_pid(self._live(sandbox_id), pid)
+
+    def processes(self, sandbox_id: str) -> list[ProcessInfo]:
+        return self._commands.processes(self._live(sandbox_id))
+
+    async def resize(self, sandbox_id: str, key: str, cols: int, rows: int) -> None:
+        await self._commands.resize(self._live(sandbox_id), key, cols, rows)
+
     async def signal(self, sandbox_id: str, key: str, signal: int, scope: str = "leader") -> None:
         if scope not in _SCOPES:
             raise InvalidRequest(f"scope is one of {', '.join(_SCOPES)}", field="scope")
@@ -351,6 +361,23 @@ class Edge:
     ) -> None:
         async with self._channel(sandbox_id) as (channel, default):
             await files.remove(channel, path, user=user or default, recursive=recursive)
+
+    async def watch(
+        self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
+    ) -> HeldWatch:
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        user = user or sandbox.record.spec.user
+        opening = streams.watch(sandbox.running().channel, path, user=user, recursive=recursive)
+        return await hold_watch(self._lives, self._commands, sandbox, opening)
+
+    # --- ports ---
+
+    async def connect(self, sandbox_id: str, port: int | bytes) -> HeldStream:
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        opening = streams.connect(sandbox.running().channel, port, user=sandbox.record.spec.user)
+        return await hold_stream(self._lives, self._commands, sandbox, opening)
 
     # --- inside ---
 

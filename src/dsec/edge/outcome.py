@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import signal as signals
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -38,6 +39,8 @@ class Asked(Struct, frozen=True):
     """The PATH that argv[0] was looked up in."""
     timeout_s: float | None = None
     output_bytes: int | None = None
+    argv: Sequence[str] = ()
+    pty: bool = False
 
 
 def met_no_limit(end: OpEnd) -> bool:

@@ -43,6 +43,8 @@ def guest_key_of(spec: ExecSpec) -> bytes:
         raise InvalidRequest("a key has 1 to 120 characters and does not begin with '~'", field="key")
     strings: list[object] = [spec.argv, spec.env, spec.cwd, spec.user, spec.stdin, spec.command_timeout_s]
     strings += [spec.output_bytes, spec.merge_stderr, spec.kill_leftovers]
+    if spec.pty is not None:  # not its size: a client that comes back may have another window
+        strings.append("pty")
     try:
         request = _encode(strings)
     except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
@@ -68,6 +70,8 @@ def request_of(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) ->
         flags |= ExecFlag.KILL_LEFTOVERS
     if spec.merge_stderr:
         flags |= ExecFlag.MERGE
+    if spec.pty is not None:
+        flags |= ExecFlag.PTY
     try:
         request = OpRequest(
             argv=tuple([_bytes(argument) for argument in spec.argv]),
@@ -79,10 +83,12 @@ def request_of(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) ->
             key=guest_key,
             flags=flags,
             open_files=sandbox.open_files,
+            pty_size=None if spec.pty is None else spec.pty.cols << 16 | spec.pty.rows,
         )
     except UnicodeEncodeError:
         raise InvalidRequest("argv, env, cwd or user hold characters that have no bytes (lone surrogates)") from None
-    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes)
+    pty = spec.pty is not None
+    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes, spec.argv, pty)
 
 
 def _bytes(text: str) -> bytes:

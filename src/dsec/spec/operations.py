@@ -18,12 +18,15 @@ class Kind(IntEnum):
     MOVE = 5
     REMOVE = 6
     MKDIR = 7
+    WATCH = 8
+    CONNECT = 9
 
 
 class ExecFlag(IntFlag):
     STDIN = 1
     KILL_LEFTOVERS = 2
     MERGE = 4
+    PTY = 8
 
 
 class FileFlag(IntFlag):
@@ -56,6 +59,8 @@ class Stage(IntEnum):
     CGROUP = 5
     FILE = 6
     REQUEST = 7
+    TERMINAL = 8
+    CONNECT = 9
 
 
 class OpRequest(Struct, frozen=True, kw_only=True):
@@ -78,6 +83,9 @@ class OpRequest(Struct, frozen=True, kw_only=True):
     depth: int | None = None
     file_flags: FileFlag = FileFlag(0)
     open_files: int | None = None
+    pty_size: int | None = None
+    """Columns << 16 | rows, with ExecFlag.PTY."""
+    port: int | None = None
 
 
 class OpEnd(Struct, frozen=True, kw_only=True):

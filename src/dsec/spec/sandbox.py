@@ -71,6 +71,14 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     gpus: int | None = None
 
 
+class PtySize(Struct, frozen=True, forbid_unknown_fields=True):
+    """The size of a terminal in characters. 0 means 80 columns, 24 rows (in a resize: as it is); more than 4,096 means
+    4,096."""
+
+    cols: Annotated[int, Meta(ge=0, le=65535)] = 80
+    rows: Annotated[int, Meta(ge=0, le=65535)] = 24
+
+
 class ExecSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One command. Nothing is passed through a shell; say `["sh", "-c", ...]` where one is wanted."""
 
@@ -84,6 +92,10 @@ class ExecSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     command_timeout_s: Seconds | None = None
     output_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     merge_stderr: bool = False
+    pty: PtySize | None = None
+    """Run on a terminal of its own (TERM: xterm-256color unless `env` says another): stdin is open and is what is
+    typed, all output is stdout, the command leads its session. Its background processes lose the terminal when it
+    exits."""
     kill_leftovers: bool = False
     """When the command exits, end the background processes that it left too."""
     key: Key | None = None
@@ -143,6 +155,34 @@ class FileInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mtime: float
     target: str | None = None
     name_b64: str | None = None
+
+
+class ProcessInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One running command of a sandbox."""
+
+    key: str
+    """Names it in the other calls; `~N` where its caller gave none, or an earlier edge knew it."""
+    pid: int
+    """Inside the sandbox."""
+    argv: list[str] = []
+    """Empty where an earlier edge started it."""
+    started_at: float = 0.0
+    pty: bool = False
+
+
+class FileEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What happened below a watched directory. Paths are relative to it; empty: it itself. Names that aren't UTF-8 as
+    in `FileInfo`."""
+
+    kind: Literal["create", "write", "remove", "rename", "chmod", "overflow"]
+    """`create`: also moved in from elsewhere; `remove`: also moved out; `chmod`: mode, owner or times; `overflow`:
+    events were lost, look again."""
+    path: str = ""
+    from_path: str | None = None
+    """Before a `rename`."""
+    directory: bool = False
+    path_b64: str | None = None
+    from_path_b64: str | None = None
 
 
 _ENV_NAME = re.compile(r"[^=\0]+")

@@ -22,6 +22,8 @@ MAX_REQUEST = 4 << 20
 WINDOW = 256 << 10
 MAX_OPS = 1024
 MAX_KEY = 128
+MAX_TERMINAL = 4096
+MAX_WATCHES = 8192
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 Buffer = bytes | bytearray | memoryview
@@ -41,6 +43,7 @@ class FrameType(IntEnum):
     SIGNAL = 5
     RELEASE = 6
     PING = 7
+    RESIZE = 8
 
     WELCOME = 65
     OPSTATE = 66
@@ -57,6 +60,7 @@ class FrameType(IntEnum):
     Z_ATTACH = 131
     Z_FORGET = 132
     Z_SHUTDOWN = 133
+    Z_PTS = 134
 
     Z_WELCOME = 193
     Z_SANDBOX = 194
@@ -96,6 +100,8 @@ class Tag(IntEnum):
     DEPTH = 15
     FILE_FLAGS = 16
     NOFILE = 17
+    PTY_SIZE = 18
+    PORT = 19
 
     STATE = 32
     PID = 33
@@ -104,6 +110,7 @@ class Tag(IntEnum):
     STDOUT_END = 36
     STDERR_BASE = 37
     STDERR_END = 38
+    AGE_MS = 39
 
     SANDBOX = 64
     HOSTNAME = 65
@@ -131,6 +138,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.SIGNAL: (8, 8, 0),
     FrameType.RELEASE: (0, 0, 0),
     FrameType.PING: (8, 8, 0),
+    FrameType.RESIZE: (4, 4, 0),
     FrameType.WELCOME: (24, 24, 0),
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),
@@ -145,6 +153,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.Z_ATTACH: (1, 40, 0),
     FrameType.Z_FORGET: (1, 40, 0),
     FrameType.Z_SHUTDOWN: (0, 0, 0),
+    FrameType.Z_PTS: (1, 40, 0),
     FrameType.Z_WELCOME: (24, 24, 0),
     FrameType.Z_SANDBOX: (9, 48, 0),
     FrameType.Z_EXITED: (9, 48, 0),

@@ -32,6 +32,8 @@ _INT_TAGS = {
     Tag.LENGTH: "length",
     Tag.DEPTH: "depth",
     Tag.NOFILE: "open_files",
+    Tag.PTY_SIZE: "pty_size",
+    Tag.PORT: "port",
 }
 _STATE_TAGS = {
     Tag.PID: "pid",
@@ -40,6 +42,8 @@ _STATE_TAGS = {
     Tag.STDOUT_END: "stdout_end",
     Tag.STDERR_BASE: "stderr_base",
     Tag.STDERR_END: "stderr_end",
+    Tag.PTY_SIZE: "pty_size",
+    Tag.AGE_MS: "age_ms",
 }
 
 
@@ -118,6 +122,9 @@ class OpState(Struct, frozen=True, kw_only=True):
     stdout_end: int = 0
     stderr_base: int = 0
     stderr_end: int = 0
+    pty_size: int = 0
+    """Of its terminal: columns << 16 | rows; 0: it has none."""
+    age_ms: int = 0
 
 
 def encode_opstate(state: OpState) -> bytes:
@@ -125,7 +132,7 @@ def encode_opstate(state: OpState) -> bytes:
     fields: list[tuple[Tag, int | bytes]] = [(Tag.KIND, state.kind), (Tag.STATE, state.state)]
     if state.key is not None:
         fields.append((Tag.KEY, state.key))
-    fields += [(tag, getattr(state, name)) for tag, name in _STATE_TAGS.items()]
+    fields += [(tag, number) for tag, name in _STATE_TAGS.items() if (number := getattr(state, name))]
     return encode_fields(fields)
 
 
@@ -211,6 +218,8 @@ _STAGES = {
     Stage.CGROUP: "cannot make the command's cgroup",
     Stage.FILE: "the file call failed",
     Stage.REQUEST: "the guest refused the request",
+    Stage.TERMINAL: "cannot make a terminal",
+    Stage.CONNECT: "cannot connect",
 }
 
 

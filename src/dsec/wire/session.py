@@ -40,6 +40,7 @@ _WELCOME = struct.Struct("<HHIQQ")
 _U64 = struct.Struct("<Q")
 _TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
+_TWO_U16 = struct.Struct("<HH")
 
 
 class Phase(IntEnum):
@@ -79,8 +80,9 @@ TABLE: dict[tuple[Phase, FrameType], Phase] = {
 
 _STDERR, _STDIN = (
     int(Flag.STDERR),
-    int(ExecFlag.STDIN),
+    int(ExecFlag.STDIN | ExecFlag.PTY),
 )  # arithmetic on IntFlag is slow, and this is done for every command
+_TAKE_STDIN = frozenset({Kind.WRITE, Kind.CONNECT})
 _OP_FRAMES = frozenset(kind for phase, kind in TABLE if phase in (Phase.STARTING, Phase.RUNNING, Phase.ENDED))
 
 
@@ -222,7 +224,7 @@ class Session:
         op = self._next
         frames = list(split_request(FrameType.START, op, messages.encode_request(request)))
         self._next += 1
-        takes_stdin = request.kind is Kind.WRITE or bool(int(request.flags) & _STDIN)
+        takes_stdin = request.kind in _TAKE_STDIN or bool(int(request.flags) & _STDIN)
         self._ops[op] = _Op(Phase.STARTING, takes_stdin)
         return op, frames
 
@@ -265,6 +267,13 @@ class Session:
         if state is None or state.phase is Phase.ENDED:
             return b""
         return encode(FrameType.SIGNAL, op, _TWO_U32.pack(signal, scope))
+
+    def resize(self, op: int, cols: int, rows: int) -> bytes:
+        """A frame that resizes a terminal; b"" where the operation ended."""
+        state = self._ops.get(op)
+        if state is None or state.phase is Phase.ENDED:
+            return b""
+        return encode(FrameType.RESIZE, op, _TWO_U16.pack(cols, rows))
 
     def release(self, op: int) -> bytes:
         """Forget an operation; b"" where the guest doesn't have it."""
