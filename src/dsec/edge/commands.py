@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
@@ -31,6 +31,7 @@ class Command:
     __slots__ = (
         "asked",
         "before",
+        "began",
         "failure",
         "guest_key",
         "key",
@@ -46,6 +47,8 @@ class Command:
         self.guest_key = guest_key
         self.asked = asked
         self.before = before
+        self.began: float | None = None
+        """When it was asked for, on the monotonic clock; None where an earlier edge was."""
         self.operation: Operation | None = None
         self.starting: asyncio.Task[None] | None = None
         self.signalled = 0
@@ -90,7 +93,9 @@ class RunningCommand:
 
     async def write_stdin(self, data: bytes, offset: int | None = None) -> int:
         try:
-            return await self._command.live().write(data, offset)
+            taken = await self._command.live().write(data, offset)
+            self._commands.count_stdin(len(data))
+            return taken
         except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(self._sandbox, error) from error
 
@@ -120,6 +125,7 @@ class Commands:
                 return await self._again(sandbox, known, spec.key, guest_key)
         request, asked = request_of(sandbox.record.spec, spec, guest_key)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
+        command.began = sandbox.active_at
         if guest_key is not None:
             self._make_room(sandbox, table)
             table[guest_key[:HALF_KEY]] = command
@@ -202,6 +208,10 @@ class Commands:
         self._drop(sandbox, command)
         if command.operation is not None:
             await asyncio.shield(self._tasks.spawn(command.operation.release()))
+
+    def count_stdin(self, size: int) -> None:
+        """Bytes that a caller sent to a command."""
+        self._lives.notes.tally.stdin_bytes += size
 
     def adopt(self, sandbox: Sandbox) -> None:
         """Take over the keyed commands that an earlier edge started. (Unkeyed ones, whose callers are gone, run on and
@@ -286,6 +296,7 @@ class Commands:
         if command.guest_key is None:
             command.key = f"~{operation.op}"
             self._table(sandbox)[operation.op] = command
+        self._lives.notes.command_started(sandbox, command.key, command.asked.argv0, operation.op)
 
     def _settle(self, sandbox: Sandbox, command: Command) -> ExecStatus:
         """The status of a command that has ended: worked out once, the same for every reader."""
@@ -298,6 +309,9 @@ class Commands:
             try:
                 after = command.before if met_no_limit(end) else self._usage(sandbox, fresh_s=0.0)
                 command.status = status_of(end, command.before, after, command.asked, command.signalled)
+                self._lives.notes.command_ended(
+                    sandbox, command.key, command.status, command.began, self._clock.monotonic()
+                )
             except DsecError as error:
                 command.failure = error
                 raise
@@ -338,6 +352,8 @@ class Commands:
             except DsecError as error:
                 log.debug("sandbox %s: an abandoned command: %s", sandbox.id, error)
             if not command.reads:
+                with suppress(DsecError):
+                    self._settle(sandbox, command)
                 self._drop(sandbox, command)
                 await operation.release()
 

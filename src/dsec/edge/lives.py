@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from dsec.edge.client import Created
 from dsec.edge.config import Capacity, EdgeConfig
 from dsec.edge.gate import Gate
+from dsec.edge.notes import KEEP_S, Notes
 from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.tasks import Tasks, bug, log, quiet
@@ -33,6 +34,7 @@ from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
 from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage
 from dsec.spec.causes import Cause
+from dsec.spec.events import EventType
 from dsec.spec.sandbox import SandboxInfo, State
 
 T = TypeVar("T")
@@ -51,6 +53,7 @@ class Lives:
         capacity: Capacity,
         tasks: Tasks,
         tenant: Callable[[str], int],
+        notes: Notes,
     ) -> None:
         """`tenant`: the number of a project."""
         self.sandboxes: dict[str, Sandbox] = {}
@@ -63,6 +66,7 @@ class Lives:
         self._config = config
         self._tasks = tasks
         self._tenant = tenant
+        self.notes = notes
         self.gate = Gate(config, capacity, self._admitted)
         self.timers = Timers(clock, tasks, self._due)
         self.removals = Removals(
@@ -109,13 +113,14 @@ class Lives:
             queue_ms=(now - sandbox.queued_at) * 1e3,
             expires_at=None if record.spec.ttl_s is None else self._clock.now() + record.spec.ttl_s,
         )
+        self.notes.tally.queue.observe(now - sandbox.queued_at)
         self._tasks.spawn(self._bring_up(sandbox, now))
 
     async def _bring_up(self, sandbox: Sandbox, began: float) -> None:
         failure: DsecError | None = None
         try:
-            instance = await self._make(sandbox)
-            self._runs(sandbox, instance, (self._clock.monotonic() - began) * 1e3)
+            instance, record_s = await self._make(sandbox)
+            self._runs(sandbox, instance, began, record_s)
         except TimeoutError:
             failure = CreateFailed(
                 f"the sandbox did not answer within {self._config.create_timeout_s:g} s", remedy="Try again."
@@ -131,17 +136,22 @@ class Lives:
         if failure is not None:
             self._failed(sandbox, failure)
 
-    async def _make(self, sandbox: Sandbox) -> Instance:
+    async def _make(self, sandbox: Sandbox) -> tuple[Instance, float]:
+        """Also: how long it took to put it on record."""
         record, backend = sandbox.record, sandbox.backend
         sandbox.record = record = replace(
             record, handle=backend.reserve(record.id, record.spec, self._tenant(record.project))
         )
+        began = self._clock.monotonic()
         await self._journal.put(record)
+        record_s = self._clock.monotonic() - began
         async with asyncio.timeout(self._config.create_timeout_s):
-            return await backend.create(record.id, record.spec, record.handle)
+            return await backend.create(record.id, record.spec, record.handle), record_s
 
-    def _runs(self, sandbox: Sandbox, instance: Instance, create_ms: float) -> None:
+    def _runs(self, sandbox: Sandbox, instance: Instance, began: float, record_s: float) -> None:
         sandbox.instance = instance
+        now = self._clock.monotonic()
+        create_ms = (now - began) * 1e3
         state = next_state(sandbox.state, Event.STARTED)
         record = replace(sandbox.record, state=state, create_ms=create_ms)
         if state is State.ENDING:  # deleted while it was made
@@ -152,7 +162,8 @@ class Lives:
         self._journal.put_lazily(record)
         sandbox.record = record
         self.created_total += 1
-        sandbox.active_at = sandbox.usage_at = self._clock.monotonic()
+        self.notes.created(sandbox, instance, now - began, record_s)
+        sandbox.active_at = sandbox.usage_at = sandbox.running_at = now
         sandbox.usage = Usage()  # its counters begin now
         self._set_expiry(sandbox)
         ready, sandbox.ready = sandbox.ready, None
@@ -162,6 +173,8 @@ class Lives:
 
     def _failed(self, sandbox: Sandbox, failure: DsecError) -> None:
         self.failed_total += 1
+        sandbox.ending_at = self._clock.monotonic()
+        self.notes.tally.refused[failure.code] += 1
         record = sandbox.record
         cause, message = record.cause or Cause.CREATE_FAILED, record.message or failure.message
         sandbox.record = replace(record, state=next_state(record.state, Event.FAILED), cause=cause, message=message)
@@ -181,6 +194,7 @@ class Lives:
         before = sandbox.state
         sandbox.record = replace(sandbox.record, state=next_state(before, event), cause=cause, message=message)
         self._settle_ready(sandbox, ended_error(sandbox.record))
+        sandbox.ending_at = self._clock.monotonic()
         if sandbox.ending is not None:
             sandbox.ending.set()
         if before is State.QUEUED:
@@ -201,12 +215,14 @@ class Lives:
         self._forget(sandbox)
 
     def _queue_end(self, sandbox: Sandbox) -> None:
+        self.notes.ending(sandbox)
         self.timers.set(("life", sandbox.id), None)
         self.timers.set(("lost", sandbox.id), None)
         self.removals.add(sandbox)
 
     def _removed(self, sandbox: Sandbox) -> None:
         self.gate.left(sandbox)
+        self.notes.ended(sandbox, self._clock.monotonic())
         self._forget(sandbox)
 
     def ended(self, sandbox: Sandbox) -> asyncio.Future[SandboxInfo]:
@@ -268,6 +284,7 @@ class Lives:
         sandbox.due = None if ttl_s is None else now + ttl_s
         sandbox.record = replace(sandbox.record, expires_at=None if ttl_s is None else self._clock.now() + ttl_s)
         self._set_expiry(sandbox)
+        self.notes.events.add(sandbox.id, EventType.RENEWED, {"ttl_s": ttl_s})
         return self._journal.put(sandbox.record)
 
     def use(self, sandbox: Sandbox) -> None:
@@ -329,6 +346,7 @@ class Lives:
             return
         wait = self.gate.wait
         sandbox.record = replace(sandbox.record, state=next_state(sandbox.state, Event.FAILED))
+        self.notes.tally.refused[AdmissionTimeout.code] += 1
         self._settle_ready(
             sandbox,
             AdmissionTimeout(
@@ -341,6 +359,7 @@ class Lives:
     async def _prune(self) -> None:
         while await self._journal.prune(self._clock.now()) >= PRUNE_STEP:
             pass
+        self.notes.events.prune(self._clock.now() - KEEP_S)
 
     # --- membership ---
 
@@ -383,8 +402,10 @@ class Lives:
                 sandbox = Sandbox(record, backend, self._clock.monotonic())
                 self._keep(sandbox)
                 self.gate.take_in(sandbox)
+                self.notes.events.resume(record.id)
                 if self._adopt(sandbox, instances.get(record.id)):
                     adopted.append(sandbox)
+        self.notes.events.resumed()
         self.timers.start()
         self.timers.set(("prune", ""), self._clock.monotonic() + self._config.prune_interval_s)
         return adopted
@@ -414,6 +435,7 @@ class Lives:
             sandbox.due = self._clock.monotonic() + (record.expires_at - self._clock.now())
         self._watch(sandbox, instance)
         self._set_expiry(sandbox)
+        self.notes.events.add(sandbox.id, EventType.ADOPTED, {})
         return True
 
     async def end_all(self, cause: Cause, timeout_s: float) -> bool:

@@ -15,17 +15,24 @@ from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, Page, Principal
 from dsec.edge.commands import Commands, RunningCommand
 from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
+from dsec.edge.events import Events
 from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
+from dsec.edge.notes import Notes
+from dsec.edge.observed import Readiness
+from dsec.edge.observer import Observer
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
+from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
 from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal, Record
 from dsec.journal.state_dir import StateDir
 from dsec.ports import Backend, Clock, GuestChannel, Usage
 from dsec.spec.causes import Cause
+from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, SandboxInfo, SandboxSpec, State
 
 BACKEND_API = 1
@@ -44,6 +51,7 @@ class Edge:
         backends: Mapping[str, Backend],
         state: StateDir,
         journal: Journal,
+        events: Events,
         clock: Clock,
         config: EdgeConfig,
         capacity: Capacity,
@@ -56,6 +64,8 @@ class Edge:
         self._clock = clock
         self._config = config
         self._tasks = tasks
+        self._events = events
+        self._notes = Notes(events)
         self._lives = Lives(
             backends=self._backends,
             journal=journal,
@@ -64,6 +74,7 @@ class Edge:
             capacity=capacity,
             tasks=tasks,
             tenant=state.tenant,
+            notes=self._notes,
         )
         self._naming = Naming(
             lives=self._lives,
@@ -75,7 +86,8 @@ class Edge:
             tasks=tasks,
         )
         self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks)
-        self._access = Access(journal, clock, self._record)
+        self._observer = Observer(lives=self._lives, backends=self._backends)
+        self._access = Access(journal, clock, self._record, state.key)
         self._started_at = clock.now()
         self._open = False
 
@@ -106,13 +118,17 @@ class Edge:
             undo.callback(state.close)
             journal = Journal(state_dir / "edge.db")
             undo.push_async_callback(journal.close)
+            clock = clock or SystemClock()
+            events = Events(EventStore(state_dir / "events.db"), clock)
+            undo.callback(events.close)
             tasks = Tasks()
             undo.push_async_callback(tasks.close)
             edge = cls(
                 backends=backends,
                 state=state,
                 journal=journal,
-                clock=clock or SystemClock(),
+                events=events,
+                clock=clock,
                 config=config or EdgeConfig(),
                 capacity=capacity or HostCapacity(state_dir),
                 tasks=tasks,
@@ -132,6 +148,7 @@ class Edge:
         async with AsyncExitStack() as stack:  # reverse order; each step runs even if one before it failed
             stack.callback(self._state.close)
             stack.push_async_callback(self._journal.close)
+            stack.callback(self._events.close)
             for backend in self._backends.values():
                 stack.push_async_callback(backend.close, keep=keep)
             stack.push_async_callback(self._tasks.close)
@@ -150,6 +167,11 @@ class Edge:
 
     def authorize(self, principal: Principal, sandbox_id: str) -> None:
         self._access.authorize(principal, sandbox_id)
+
+    def access_token(self, sandbox_id: str) -> str:
+        if self._record(sandbox_id) is None:
+            raise no_sandbox(sandbox_id)
+        return self._access.access_token(sandbox_id)
 
     async def create_key(self, project: str, label: str = "") -> str:
         return await self._access.create_key(project, label)
@@ -268,6 +290,24 @@ class Edge:
             stuck=lives.stuck,
         )
 
+    # --- seeing inside ---
+
+    def metrics(self) -> list[Family]:
+        return self._observer.metrics(self.node())
+
+    async def ready(self) -> Readiness:
+        return await self._observer.ready(serving=self._open)
+
+    def events(self, sandbox_id: str, after: int = 0) -> list[SandboxEvent]:
+        self.get(sandbox_id)
+        return self._events.read(sandbox_id, after)
+
+    async def follow_events(self, sandbox_id: str, after: int = 0) -> AsyncGenerator[SandboxEvent, None]:
+        self.get(sandbox_id)
+        async with aclosing(self._events.follow(sandbox_id, after)) as events:
+            async for event in events:
+                yield event
+
     # --- commands ---
 
     async def exec(self, sandbox_id: str, spec: ExecSpec) -> RunningCommand:
@@ -306,6 +346,7 @@ class Edge:
             aclosing(files.read_file(channel, path, user=user or default, offset=offset, length=length)) as chunks,
         ):
             async for chunk in chunks:
+                self._notes.tally.read_bytes += len(chunk)
                 yield chunk
 
     async def write_file(
@@ -321,7 +362,7 @@ class Edge:
         exclusive: bool = False,
     ) -> int:
         async with self._channel(sandbox_id) as (channel, default):
-            return await files.write_file(
+            written = await files.write_file(
                 channel,
                 path,
                 data,
@@ -331,6 +372,8 @@ class Edge:
                 append=append,
                 exclusive=exclusive,
             )
+        self._notes.file_written(sandbox_id, path, written)
+        return written
 
     async def stat_file(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, follow: bool = False
@@ -349,6 +392,7 @@ class Edge:
     ) -> None:
         async with self._channel(sandbox_id) as (channel, default):
             await files.move(channel, path, to, user=user or default, exclusive=exclusive)
+        self._notes.file_moved(sandbox_id, path, to)
 
     async def make_directory(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, mode: int | None = None, parents: bool = False
@@ -361,6 +405,7 @@ class Edge:
     ) -> None:
         async with self._channel(sandbox_id) as (channel, default):
             await files.remove(channel, path, user=user or default, recursive=recursive)
+        self._notes.file_removed(sandbox_id, path, recursive)
 
     async def watch(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False

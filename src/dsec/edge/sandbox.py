@@ -27,6 +27,7 @@ class Sandbox:
         "due",
         "ended",
         "ending",
+        "ending_at",
         "gone",
         "instance",
         "lost",
@@ -35,6 +36,7 @@ class Sandbox:
         "record",
         "removal_failures",
         "requests",
+        "running_at",
         "token",
         "usage",
         "usage_at",
@@ -55,6 +57,9 @@ class Sandbox:
         self.token: str | None = None
         """In clear only until the creator has it."""
         self.queued_at = now
+        self.running_at: float | None = None
+        """Until its first command has a result."""
+        self.ending_at = now
         self.due: float | None = None
         """When its ttl_s passes, on the monotonic clock."""
         self.requests = 0

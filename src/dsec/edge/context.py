@@ -1,0 +1,11 @@
+"""Which request is being worked on: set by who takes it in, read by whoever writes it down, in no signature between.
+
+A task inherits the value from the one that spawned it, so that what a request began keeps its id.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+REQUEST_ID: ContextVar[str] = ContextVar("dsec_request_id", default="")
+SANDBOX_ID: ContextVar[str] = ContextVar("dsec_sandbox_id", default="")

@@ -1,0 +1,50 @@
+"""How an edge is seen from above: the contract, a part of `EdgeClient`.
+
+Owns `Observed` and its values. `dsec.edge.observer` works them out for one node in process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from dsec.edge.tally import Family
+from dsec.spec.events import SandboxEvent
+
+
+class Check(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that a server needs."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+class Readiness(Struct, frozen=True):
+    """Whether new sandboxes can be made now."""
+
+    ok: bool
+    checks: list[Check]
+
+
+class Observed(Protocol):
+    """What an `EdgeClient` says of itself."""
+
+    def metrics(self) -> list[Family]:
+        """All metrics of the node now."""
+        ...
+
+    async def ready(self) -> Readiness:
+        """Whether it can make sandboxes; never raises."""
+        ...
+
+    def events(self, sandbox_id: str, after: int = 0) -> list[SandboxEvent]:
+        """A sandbox's events above the number `after`, as far as they are kept; also of an ended one. Raises
+        `SandboxNotFound`."""
+        ...
+
+    def follow_events(self, sandbox_id: str, after: int = 0) -> AsyncIterator[SandboxEvent]:
+        """The same, and those to come, until the sandbox has ended. Close it (`aclose`) when done early."""
+        ...

@@ -1,0 +1,42 @@
+"""What happened to a sandbox, as the edge saw it from outside: the lines of its event log.
+
+Owns the line's form and the list of types. Invariants: `seq` grows within a sandbox, and a gap in it says that events
+were lost or dropped; nothing in an event comes from inside a sandbox but names that a caller chose. A later log of
+whole trajectories keeps this form and adds types.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+
+class EventType(StrEnum):
+    """What an event can be. A client meets others on a newer server."""
+
+    CREATED = "created"  # queue_ms, create_ms, phases: {record_ms, mount_ms, clone_ms, setup_ms, hello_ms, ...}
+    COMMAND_STARTED = "command_started"  # command, argv0, request_id
+    COMMAND_ENDED = "command_ended"  # command, cause, exit_code, wall_ms, stdout_bytes, stderr_bytes
+    FIRST_EXEC = "first_exec"  # since_running_ms: from running to the first result; exec_ms: the command's own part
+    LIMIT = "limit"  # limit (a cause), command, message
+    FILE_WRITTEN = "file_written"  # path, bytes
+    FILE_MOVED = "file_moved"  # path, to
+    FILE_REMOVED = "file_removed"  # path, recursive
+    RENEWED = "renewed"  # ttl_s
+    ADOPTED = "adopted"  # a server that was started again took it over
+    ENDING = "ending"  # cause, infra, message
+    ENDED = "ended"  # cause, infra, removal_ms: nothing of it is left; always last
+
+
+class SandboxEvent(Struct, frozen=True, omit_defaults=True):
+    """One line of a sandbox's event log."""
+
+    seq: int
+    """1 for the first of a sandbox."""
+    time: float
+    """Seconds since the epoch."""
+    type: str
+    """Mostly one of `EventType`."""
+    data: dict[str, Any] = {}
