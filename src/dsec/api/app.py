@@ -13,10 +13,13 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, control, exec, files, openapi
+from dsec.api import batch, control, exec, files, openapi, seeing
 from dsec.api.control import EnvironmentInfo
+from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
+from dsec.api.metrics import ServerMetrics
 from dsec.edge.client import EdgeClient
+from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.errors import CallerError, DsecError, Internal, InvalidRequest, NotFound
 
 _SANDBOXES = "/v1/sandboxes/"
@@ -34,11 +37,18 @@ class Api:
     """ASGI application over an `EdgeClient`."""
 
     def __init__(
-        self, edge: EdgeClient, *, environments: Callable[[], Sequence[EnvironmentInfo]] = tuple, version: str = "0"
+        self,
+        edge: EdgeClient,
+        *,
+        environments: Callable[[], Sequence[EnvironmentInfo]] = tuple,
+        version: str = "0",
+        e2b: E2bConfig | None = None,
     ) -> None:
         self._edge = edge
         self._control: Litestar = control.build(edge, environments, version)
         self._openapi = openapi.document(self._control)
+        self.metrics = ServerMetrics(version)
+        self._e2b = E2b(edge, environments=environments, config=e2b)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,13 +59,17 @@ class Api:
             await self._control(scope, receive, send)  # type: ignore[arg-type]
             return
         x = Exchange(scope, receive, send)
+        self.metrics.requests += 1
+        REQUEST_ID.set(x.request_id.decode("latin-1"))
         try:
             await self._route(x)
         except DsecError as error:
+            self._note(x, error)
             await x.fail(error)
         except ClientGone:
             pass
         except Exception:  # noqa: BLE001 (the last resort: answered, logged, counted as ours)
+            self.metrics.errors[Internal.code] += 1
             _log.exception("request %s: %s %s failed", x.request_id.decode("latin-1"), scope["method"], scope["path"])
             await x.fail(
                 Internal(
@@ -63,6 +77,18 @@ class Api:
                     remedy=f"report it with the server's log of request {x.request_id.decode('latin-1')}",
                 )
             )
+
+    def _note(self, x: Exchange, error: DsecError) -> None:
+        """Errors are counted; those of the platform are in the log too."""
+        self.metrics.errors[error.code] += 1
+        _log.log(
+            logging.WARNING if error.infra else logging.DEBUG,
+            "request %s: %s %s: %s",
+            x.request_id.decode("latin-1"),
+            x.scope["method"],
+            x.scope["path"],
+            error,
+        )
 
     async def _route(self, x: Exchange) -> None:
         scope = x.scope
@@ -73,13 +99,26 @@ class Api:
             if raw.startswith(_SANDBOXES):
                 sandbox_id, _, rest = raw[len(_SANDBOXES) :].partition("/")
                 edge.authorize(x.principal, sandbox_id)
+                SANDBOX_ID.set(sandbox_id)
                 if rest and await self._sandbox(sandbox_id, rest, x):
                     return
             elif await self._batch(raw, x):
                 return
+        elif self._e2b.claims(raw):
+            await self._e2b(x, raw)
+            return
         elif raw == "/openapi.json":
             _only(x, "GET")
             await x.answer(200, self._openapi)
+            return
+        elif raw == "/readyz":
+            _only(x, "GET")
+            await seeing.ready(edge, x)
+            return
+        elif raw.partition("?")[0] == "/metrics":
+            _only(x, "GET")
+            x.principal = edge.authenticate(x.bearer())
+            await seeing.metrics(edge, self.metrics, x)
             return
         elif raw != "/healthz":
             raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
@@ -92,6 +131,10 @@ class Api:
         if rest == "exec":
             _only(x, "POST")
             await exec.start(edge, sandbox_id, x)
+            return True
+        if rest == "events":
+            _only(x, "GET")
+            await seeing.events(edge, sandbox_id, x)
             return True
         if rest == "exec:release":
             _only(x, "POST")

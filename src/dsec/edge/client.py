@@ -19,6 +19,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from dsec.edge.observed import Observed
 from dsec.errors import ErrorBody
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
@@ -196,7 +197,7 @@ class PortStream(Protocol):
         ...
 
 
-class EdgeClient(Protocol):
+class EdgeClient(Observed, Protocol):
     """Sandboxes, commands and files of one node."""
 
     # --- who --------------------------------------------------------------------------------------------------------
@@ -209,6 +210,11 @@ class EdgeClient(Protocol):
     def authorize(self, principal: Principal, sandbox_id: str) -> None:
         """Raises `SandboxNotFound` where the sandbox is another project's (so that ids can't be probed) or unknown,
         `PermissionDenied` where the principal is the token of another sandbox."""
+        ...
+
+    def access_token(self, sandbox_id: str) -> str:
+        """A token that reaches this sandbox alone, as the one that `create` gave: always the same, so that it can be
+        told again to a caller who has the right to the sandbox. Raises `SandboxNotFound`."""
         ...
 
     async def create_key(self, project: str, label: str = "") -> str:

@@ -1,0 +1,198 @@
+"""The E2B face of the API: its REST control plane and its data plane ("envd"), for E2B's own client as it is.
+
+`E2b.claims` says which requests are its; `docs/E2B.md` says what works and what differs. Modules: `call` (who asks, for
+which sandbox), `control` and `models` (REST), `files`, `process`, `filesystem`, `watchers` (data plane), `rpc` (Connect
+over HTTP), `users` (names and homes inside), `errors`, `config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from dsec.api.control import EnvironmentInfo
+from dsec.api.e2b import errors, files, rpc
+from dsec.api.e2b.call import ENVD_PORT, Call
+from dsec.api.e2b.config import E2bConfig
+from dsec.api.e2b.control import Control
+from dsec.api.e2b.filesystem import FilesystemService
+from dsec.api.e2b.process import ProcessService
+from dsec.api.e2b.users import Users
+from dsec.api.e2b.watchers import WatcherService
+from dsec.api.exchange import Exchange
+from dsec.edge.client import EdgeClient
+from dsec.errors import CallerError, DsecError, InvalidRequest, NotFound, SandboxNotFound
+from dsec.spec.sandbox import State
+from dsec.wire.connect import Code
+
+__all__ = ["E2b", "E2bConfig"]
+
+_CONTROL = frozenset({"sandboxes", "v2", "v3", "templates", "snapshots", "volumes", "secrets"})
+_DATA = frozenset({"files", "health", "process.Process", "filesystem.Filesystem"})
+
+
+class WrongMethod(CallerError):
+    """HTTP alone knows this one."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class E2b:
+    """Answers the requests of E2B's client."""
+
+    def __init__(
+        self,
+        edge: EdgeClient,
+        *,
+        environments: Callable[[], Sequence[EnvironmentInfo]] = tuple,
+        config: E2bConfig | None = None,
+    ) -> None:
+        self._edge = edge
+        self._control = Control(edge, environments, config or E2bConfig())
+        users = Users(edge)
+        process = ProcessService(edge, users)
+        filesystem = FilesystemService(edge, users)
+        watchers = WatcherService(edge, users, filesystem)
+        self._users = users
+        self._unary: dict[str, Callable[[str, Call], Any]] = {
+            **{f"process.Process/{name}": handler for name, handler in process.unary.items()},
+            **{f"filesystem.Filesystem/{name}": handler for name, handler in filesystem.unary.items()},
+            **{f"filesystem.Filesystem/{name}": handler for name, handler in watchers.unary.items()},
+        }
+        self._streams: dict[str, Callable[[str, Call], Any]] = {
+            **{f"process.Process/{name}": handler for name, handler in process.streams.items()},
+            **{f"filesystem.Filesystem/{name}": handler for name, handler in watchers.streams.items()},
+        }
+
+    @staticmethod
+    def claims(raw: str) -> bool:
+        """Whether a path (percent-encoded, not below /v1/) is E2B's."""
+        first = raw[1:].partition("/")[0]
+        return first in _CONTROL or first in _DATA
+
+    async def __call__(self, x: Exchange, raw: str) -> None:
+        """Answer a request that `claims` took."""
+        call = Call(x)
+        first, _, rest = raw[1:].partition("/")
+        if first in _DATA:
+            await self._data(call, first, rest)
+            return
+        try:
+            await self._rest(call, first, rest)
+        except DsecError as error:
+            await errors.fail_rest(x, error)
+
+    # --- control plane ---
+
+    async def _rest(self, call: Call, first: str, rest: str) -> None:
+        principal = call.project(self._edge)
+        parts = [unquote(part) for part in ([first, *rest.split("/")] if rest else [first])]
+        if parts[0] in ("v2", "v3"):
+            parts = parts[1:]
+        control = self._control
+        method = call.method
+        match parts:
+            case ["sandboxes"]:
+                _only(call, "GET", "POST")
+                await (control.list_sandboxes if method == "GET" else control.create)(call, principal)
+            case ["sandboxes", "metrics"]:
+                await control.later(call, "logs")
+            case ["sandboxes", sandbox_id]:
+                _only(call, "GET", "DELETE")
+                self._edge.authorize(principal, sandbox_id)
+                await (control.inspect if method == "GET" else control.kill)(call, sandbox_id)
+            case ["sandboxes", sandbox_id, verb]:
+                self._edge.authorize(principal, sandbox_id)
+                await self._verb(call, sandbox_id, verb)
+            case ["templates", "aliases", *name] if name:
+                _only(call, "GET")
+                await control.template_alias(call, "/".join(name))
+            case [("templates" | "snapshots" | "volumes" | "secrets") as what, *_]:
+                await control.later(call, what)
+            case _:
+                raise NotFound(f"no such path: {call.x.scope['path']}")
+
+    async def _verb(self, call: Call, sandbox_id: str, verb: str) -> None:
+        control = self._control
+        match verb:
+            case "connect" | "resume":
+                _only(call, "POST")
+                await control.connect(call, sandbox_id)
+            case "timeout":
+                _only(call, "POST")
+                await control.set_timeout(call, sandbox_id)
+            case "metrics":
+                _only(call, "GET")
+                await control.metrics(call, sandbox_id)
+            case "pause" | "network" | "fork" | "snapshots" | "logs":
+                await control.later(call, verb)
+            case _:
+                raise NotFound(f"no such path: {call.x.scope['path']}")
+
+    # --- data plane ---
+
+    async def _data(self, call: Call, first: str, rest: str) -> None:
+        x = call.x
+        try:
+            sandbox_id = self._target(call)
+            if first == "files":
+                await self._file(call, sandbox_id)
+                return
+            call.authorize(self._edge, sandbox_id)
+            if first == "health":
+                _only(call, "GET")
+                if self._edge.get(sandbox_id).state is not State.RUNNING:
+                    raise SandboxNotFound(f"sandbox {sandbox_id} is not running")
+                await x.empty()
+                return
+        except DsecError as error:
+            await errors.fail_data(x, error)
+            return
+        await self._rpc(call, sandbox_id, f"{first}/{rest}")
+
+    async def _file(self, call: Call, sandbox_id: str) -> None:
+        _only(call, "GET", "POST")
+        reads = call.method == "GET"
+        if call.signed:
+            call.check_signature(self._edge, sandbox_id, "read" if reads else "write")
+        else:
+            call.authorize(self._edge, sandbox_id)
+        await (files.download if reads else files.upload)(self._edge, self._users, sandbox_id, call)
+
+    async def _rpc(self, call: Call, sandbox_id: str, name: str) -> None:
+        x = call.x
+        stream = self._streams.get(name)
+        unary = self._unary.get(name)
+        try:
+            _only(call, "POST")
+            if stream is not None:
+                await stream(sandbox_id, call)
+            elif unary is not None:
+                await x.answer(200, await unary(sandbox_id, call))
+            else:
+                raise errors.RpcError(Code.UNIMPLEMENTED, f"no such procedure: {name[:100]}")
+        except errors.GONE as error:
+            await errors.fail_data(x, error)
+        except (DsecError, errors.RpcError) as error:
+            await (errors.fail_unary if stream is None else rpc.fail_stream)(x, error)
+
+    def _target(self, call: Call) -> str:
+        target = call.target()
+        if target is None:
+            raise InvalidRequest(
+                "the request doesn't say which sandbox it is for",
+                remedy="Send E2b-Sandbox-Id, or use the host name 49983-ID.DOMAIN.",
+            )
+        sandbox_id, port = target
+        if port != ENVD_PORT:
+            raise errors.not_yet(f"traffic to port {port} of a sandbox")
+        return sandbox_id
+
+
+def _only(call: Call, *methods: str) -> None:
+    if call.method not in methods:
+        raise WrongMethod(
+            f"{call.method} is not for {call.x.scope['path']}", remedy=f"It takes {' and '.join(methods)}."
+        )

@@ -1,0 +1,157 @@
+"""The Filesystem service of E2B's data plane, but for watching (`watchers`)."""
+
+from __future__ import annotations
+
+import posixpath
+import stat as modes
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from dsec.api.e2b import rpc
+from dsec.api.e2b.call import Call
+from dsec.api.e2b.errors import RpcError
+from dsec.api.e2b.users import Names, Users
+from dsec.edge.client import EdgeClient
+from dsec.errors import FileError, FileMissing, InvalidRequest
+from dsec.spec.sandbox import FileInfo
+from dsec.wire.connect import Code
+
+MAX_DEPTH = 1000
+_TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "symlink": "FILE_TYPE_SYMLINK"}
+
+
+class PathRequest(Struct):
+    """Stat, MakeDir, Remove."""
+
+    path: str = ""
+
+
+class ListRequest(Struct):
+    path: str = ""
+    depth: Annotated[int, Meta(ge=0)] = 0
+
+
+class MoveRequest(Struct):
+    source: str = ""
+    destination: str = ""
+
+
+class FilesystemService:
+    """Handlers by the RPC's name; each returns its answer."""
+
+    def __init__(self, edge: EdgeClient, users: Users) -> None:
+        self._edge = edge
+        self._users = users
+        self.unary = {
+            "Stat": self.stat,
+            "ListDir": self.list_dir,
+            "MakeDir": self.make_dir,
+            "Move": self.move,
+            "Remove": self.remove,
+        }
+
+    async def stat(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+        """An entry; a symlink is itself."""
+        path, user = await self._path(sandbox_id, call, (await rpc.unary(call.x, PathRequest)).path)
+        return {"entry": await self.entry(sandbox_id, path, user)}
+
+    async def list_dir(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+        """The entries below a directory, in the order of their paths; `depth` 0 and 1: its own."""
+        request = await rpc.unary(call.x, ListRequest)
+        path, user = await self._path(sandbox_id, call, request.path)
+        depth = min(request.depth or 1, MAX_DEPTH)
+        found = await self._edge.list_files(sandbox_id, path, user=user, depth=depth)
+        names = await self._users.names(sandbox_id)
+        base = _text(path)
+        entries = [entry_of(info, posixpath.join(base, info.name), names) for info in found]
+        return {"entries": sorted(entries, key=_by_path)}
+
+    async def make_dir(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+        """A directory and those above it."""
+        path, user = await self._path(sandbox_id, call, (await rpc.unary(call.x, PathRequest)).path)
+        try:
+            await self._edge.make_directory(sandbox_id, path, user=user)
+        except FileMissing:
+            await self._edge.make_directory(sandbox_id, path, user=user, parents=True)
+        except FileError as error:
+            if error.details.get("errno") != "EEXIST":
+                raise
+            info = await self._edge.stat_file(sandbox_id, path, user=user, follow=True)
+            if info.type == "directory":
+                raise RpcError(Code.ALREADY_EXISTS, f"directory already exists: {_text(path)}") from None
+            raise InvalidRequest(f"the path exists and is no directory: {_text(path)}") from None
+        return {"entry": await self.entry(sandbox_id, path, user)}
+
+    async def move(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+        """Rename; directories above the target are made."""
+        request = await rpc.unary(call.x, MoveRequest)
+        path, user = await self._path(sandbox_id, call, request.source)
+        to, _ = await self._path(sandbox_id, call, request.destination)
+        try:
+            await self._edge.move_file(sandbox_id, path, to, user=user)
+        except FileMissing:
+            await self._edge.stat_file(sandbox_id, path, user=user)
+            await self._edge.make_directory(sandbox_id, posixpath.dirname(to), user=user, parents=True)
+            await self._edge.move_file(sandbox_id, path, to, user=user)
+        return {"entry": await self.entry(sandbox_id, to, user)}
+
+    async def remove(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+        """Remove a file or a tree; one that isn't there is no error."""
+        path, user = await self._path(sandbox_id, call, (await rpc.unary(call.x, PathRequest)).path)
+        with suppress(FileMissing):
+            await self._edge.remove_file(sandbox_id, path, user=user, recursive=True)
+        return {}
+
+    async def entry(self, sandbox_id: str, path: bytes, user: str | None) -> dict[str, Any]:
+        """What the client calls EntryInfo. Raises what a stat raises."""
+        info = await self._edge.stat_file(sandbox_id, path, user=user)
+        return entry_of(info, _text(path), await self._users.names(sandbox_id))
+
+    async def _path(self, sandbox_id: str, call: Call, path: str) -> tuple[bytes, str | None]:
+        return await self._users.path(sandbox_id, path, call.user())
+
+
+def entry_of(info: FileInfo, path: str, names: Names) -> dict[str, Any]:
+    """A `FileInfo` as EntryInfo. A name that isn't UTF-8 is shown with replacement characters."""
+    shown = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    entry: dict[str, Any] = {
+        "name": posixpath.basename(shown),
+        "type": _TYPES.get(info.type, "FILE_TYPE_UNSPECIFIED"),
+        "path": shown,
+        "size": str(info.size),
+        "mode": modes.S_IMODE(info.mode),
+        "permissions": _permissions(info),
+        "owner": names.uids.get(str(info.uid), str(info.uid)),
+        "group": names.groups.get(str(info.gid), str(info.gid)),
+        "modifiedTime": datetime.fromtimestamp(info.mtime, UTC).isoformat().replace("+00:00", "Z"),
+    }
+    if info.target is not None:
+        entry["symlinkTarget"] = info.target.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        entry["isSymlink"] = True
+    return entry
+
+
+_KINDS = {
+    "directory": modes.S_IFDIR,
+    "symlink": modes.S_IFLNK,
+    "fifo": modes.S_IFIFO,
+    "socket": modes.S_IFSOCK,
+    "char": modes.S_IFCHR,
+    "block": modes.S_IFBLK,
+}
+
+
+def _permissions(info: FileInfo) -> str:
+    """As `ls -l` shows it."""
+    return modes.filemode(_KINDS.get(info.type, modes.S_IFREG) | modes.S_IMODE(info.mode))
+
+
+def _by_path(entry: dict[str, Any]) -> str:
+    return str(entry["path"])
+
+
+def _text(path: bytes) -> str:
+    return path.decode("utf-8", "replace")

@@ -1,0 +1,179 @@
+"""What E2B's REST calls say, as values, and how they map to dsec's own.
+
+Metadata is dsec's labels, name by name; a template is an environment. What has no meaning here yet is refused with
+`unsupported` when it is set, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dsec.api.e2b.config import E2bConfig
+from dsec.errors import InvalidRequest, Unsupported
+from dsec.spec.sandbox import MIB, SandboxInfo, SandboxSpec, State
+
+ENVD_VERSION = "0.6.4"
+"""What the client takes us for: it switches its features by this."""
+CLIENT_ID = "dsec"
+DEFAULT_TIMEOUT_S = 300
+NEVER = "9999-12-31T23:59:59Z"
+
+Timeout = Annotated[int, Meta(ge=0, le=366 * 86400)]
+
+
+class AutoResume(Struct):
+    enabled: bool = False
+
+
+class NewSandbox(Struct, rename="camel", kw_only=True):
+    """Body of a creation, old and new path."""
+
+    template_id: Annotated[str, Meta(min_length=1, max_length=300)] = msgspec.field(name="templateID")
+    timeout: Timeout = DEFAULT_TIMEOUT_S
+    auto_pause: bool | None = None
+    auto_pause_memory: bool | None = None
+    auto_resume: AutoResume | None = None
+    metadata: dict[str, str] | None = None
+    env_vars: dict[str, str] | None = None
+    allow_internet_access: bool | None = msgspec.field(name="allow_internet_access", default=None)
+    network: dict[str, Any] | None = None
+    secure: bool | None = None
+    mcp: Any = None
+    iam: Any = None
+    volume_mounts: Any = None
+
+
+class Connect(Struct):
+    """Body of a connect or resume."""
+
+    timeout: Timeout = DEFAULT_TIMEOUT_S
+    memory: bool | None = None
+
+
+class SetTimeout(Struct):
+    """Body of a timeout call."""
+
+    timeout: Timeout
+
+
+_new = msgspec.json.Decoder(dict[str, Any])
+_KNOWN = {field.encode_name for field in msgspec.structs.fields(NewSandbox)}
+
+
+def new_sandbox(data: bytes) -> NewSandbox:
+    """The body of a creation. Raises `InvalidRequest`, `Unsupported` for an option of unknown meaning that is set."""
+    try:
+        fields = _new.decode(data)
+        unknown = [name for name, value in fields.items() if name not in _KNOWN and value]
+        if unknown:
+            raise Unsupported(f"unknown options: {', '.join(sorted(unknown))[:200]}", remedy="Leave them out.")
+        return msgspec.convert(fields, NewSandbox)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def spec_of(new: NewSandbox, config: E2bConfig, label: str) -> SandboxSpec:
+    """The sandbox that a creation asks for. `label`: of the caller's API key. Raises `Unsupported`,
+    `InvalidRequest`."""
+    if new.auto_pause or (new.auto_resume is not None and new.auto_resume.enabled):
+        raise _later("pausing at the timeout (autoPause, autoResume)")
+    for name, value in (("mcp", new.mcp), ("iam", new.iam), ("volumeMounts", new.volume_mounts)):
+        if value:
+            raise _later(name)
+    _check_network(new, config, label)
+    if new.timeout == 0:
+        raise InvalidRequest("timeout is at least 1 second")
+    try:
+        return msgspec.convert(
+            {
+                "environment": config.environment(new.template_id),
+                "ttl_s": float(new.timeout),
+                "command_timeout_s": None,
+                "labels": new.metadata or {},
+                "env": new.env_vars or {},
+            },
+            SandboxSpec,
+        )
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _check_network(new: NewSandbox, config: E2bConfig, label: str) -> None:
+    """Nothing inside reaches the network, so whatever forbids is met and whatever allows is not."""
+    rules = {name: value for name, value in (new.network or {}).items() if value and name != "denyOut"}
+    rules.pop("allowPublicTraffic", None)  # it says who may come in by a port, not what goes out
+    if config.internet_for(label) == "ignore":
+        return
+    if new.allow_internet_access:
+        raise Unsupported(
+            "allow_internet_access=True: sandboxes have no network in this version of dsec",
+            remedy='Leave it out, or let the server\'s e2b.json say {"internet": "ignore"} to make them without one.',
+        )
+    if rules:
+        raise _later(f"network rules ({', '.join(sorted(rules))})")
+
+
+def _later(what: str) -> Unsupported:
+    return Unsupported(f"{what}: not available in this version of dsec", remedy="Leave it out.")
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def created(info: SandboxInfo, token: str, config: E2bConfig) -> dict[str, Any]:
+    """Answer to a creation or connect."""
+    answer = {
+        "templateID": info.spec.environment,
+        "alias": info.spec.environment,
+        "sandboxID": info.id,
+        "clientID": CLIENT_ID,
+        "envdVersion": ENVD_VERSION,
+        "envdAccessToken": token,
+    }
+    if config.domain is not None:
+        answer["domain"] = config.domain
+    return answer
+
+
+def listed(info: SandboxInfo) -> dict[str, Any]:
+    """An item of a list."""
+    return {
+        "templateID": info.spec.environment,
+        "alias": info.spec.environment,
+        "sandboxID": info.id,
+        "clientID": CLIENT_ID,
+        "startedAt": timestamp(info.created_at),
+        "endAt": NEVER if info.expires_at is None else timestamp(info.expires_at),
+        "envdVersion": ENVD_VERSION,
+        "cpuCount": math.ceil(info.spec.cpus),
+        "memoryMB": info.spec.memory_bytes // MIB,
+        "diskSizeMB": info.spec.disk_bytes // MIB,
+        "state": "running",
+        "metadata": info.spec.labels,
+    }
+
+
+def detailed(info: SandboxInfo, token: str, config: E2bConfig) -> dict[str, Any]:
+    """Answer to an info call."""
+    answer = {**listed(info), "envdAccessToken": token, "allowInternetAccess": False}
+    answer["lifecycle"] = {"onTimeout": "kill", "autoResume": False}
+    if config.domain is not None:
+        answer["domain"] = config.domain
+    return answer
+
+
+def alive(info: SandboxInfo) -> bool:
+    """Whether E2B would say that it is running."""
+    return info.state is State.RUNNING
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
