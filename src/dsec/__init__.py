@@ -13,7 +13,7 @@ from dsec import errors
 from dsec.errors import CallerError, DsecError, PlatformError
 from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
-from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output
+from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync import Client, Run, Sandbox
 from dsec.sdk._sync_inside import Command
@@ -38,6 +38,7 @@ __all__ = [
     "Output",
     "PlatformError",
     "Run",
+    "RunResult",
     "Sandbox",
     "SandboxInfo",
     "SandboxSpec",

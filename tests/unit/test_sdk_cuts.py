@@ -123,6 +123,22 @@ async def test_a_batch_goes_on(server: Served, through: Through) -> None:
         await through.client.kill_many(item.unwrap() for item in items)
 
 
+async def test_commands_of_a_batch_run_once(server: Served, through: Through) -> None:
+    boxes = [through.box, *[item.unwrap() async for item in through.client.create_many("base", count=3)]]
+    commands = [(box, f"echo {n}; exit {n}") for n, box in enumerate(boxes)]
+    await through.fresh()
+    async for _ in through.client.run_many(commands):
+        pass
+    for cut in range(0, through.proxy.answered, 23):
+        before = [commands_run(server, box) for box in boxes]
+        await through.fresh(cut, cut // 2)
+        results = [item async for item in through.client.run_many(commands)]
+        assert sorted(item.index for item in results) == [0, 1, 2, 3]
+        for item in results:
+            assert (item.unwrap().exit_code, item.unwrap().stdout) == (item.index, f"{item.index}\n"), cut
+        assert [commands_run(server, box) for box in boxes] == [count + 1 for count in before], cut
+
+
 async def test_files(server: Served, through: Through) -> None:
     data = bytes(range(256)) * 2000
     for cut in (0, 100, 100_000):

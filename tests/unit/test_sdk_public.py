@@ -25,6 +25,7 @@ PUBLIC = [
     "Output",
     "PlatformError",
     "Run",
+    "RunResult",
     "Sandbox",
     "SandboxInfo",
     "SandboxSpec",

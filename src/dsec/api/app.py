@@ -179,6 +179,10 @@ class Api:
             _only(x, "POST")
             await batch.delete_many(self._edge, x)
             return True
+        if raw == "/v1/exec:batch":
+            _only(x, "POST")
+            await batch.exec_many(self._edge, x)
+            return True
         parts = raw.split("/")
         if len(parts) == 5 and parts[2] == "named":
             _only(x, "GET")

@@ -1,11 +1,13 @@
-"""Many sandboxes in one call, and the look-up by name: raw ASGI.
+"""Many sandboxes or commands in one call, and the look-up by name: raw ASGI.
 
-`create_many` answers NDJSON, a line an item as it is ready. A client that goes away stops nothing: with the same key
-it gets the same sandboxes again.
+`create_many` and `exec_many` answer NDJSON, a line an item as it is ready. A client that goes away stops nothing: with
+the same key it gets the same sandboxes again; every command of a batch has a key, so that those that it has no line of
+can be sent again: they are attached to, nothing runs twice.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, cast
@@ -14,14 +16,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dsec.api.exchange import MAX_BATCH_BYTES, Exchange
-from dsec.api.held import HeldAnswer
-from dsec.edge.client import BatchItem, DeleteItem, EdgeClient
-from dsec.errors import InvalidRequest
+from dsec.api.held import GROUP_HOLD_S, HeldAnswer
+from dsec.edge.client import BatchItem, DeleteItem, EdgeClient, Principal
+from dsec.errors import DsecError, ErrorBody, InvalidRequest
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import SandboxSpec
+from dsec.spec.operations import Chunk
+from dsec.spec.sandbox import ExecSpec, ExecStatus, Key, SandboxSpec
 
 _NDJSON = b"application/x-ndjson"
 MAX_ITEMS = 32768
+MAX_COMMANDS = 4096
+INLINE_BYTES = 64 << 10
+"""Of a command's output in its line."""
 
 
 class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,7 +50,37 @@ class Deleted(Struct, frozen=True):
     results: list[DeleteItem]
 
 
+class ExecItem(Struct, frozen=True, forbid_unknown_fields=True):
+    """One command. `spec.key` must be there, `spec.stdin` not."""
+
+    sandbox: str
+    spec: ExecSpec
+    index: int | None = None
+    """Its number in the answer; None: its place in the list."""
+    release: Annotated[list[Key], Meta(max_length=1024)] = []
+    """Finished commands of that sandbox to forget, as `X-Dsec-Release` does for a single one."""
+
+
+class ExecBatch(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/exec:batch`."""
+
+    items: Annotated[list[ExecItem], Meta(min_length=1, max_length=MAX_COMMANDS)]
+
+
+class ExecResult(Struct, frozen=True, omit_defaults=True):
+    """One line of the answer: a status with all output, `attach`, or an error."""
+
+    index: int
+    status: ExecStatus | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    attach: bool = False
+    """There is more output than a line holds: attach by the key."""
+    error: ErrorBody | None = None
+
+
 _BATCH = msgspec.json.Decoder(BatchRequest)
+_EXECS = msgspec.json.Decoder(ExecBatch)
 _DELETE = msgspec.json.Decoder(DeleteRequest)
 _ENCODER = msgspec.json.Encoder()
 
@@ -64,7 +100,7 @@ async def create_many(edge: EdgeClient, x: Exchange) -> None:
     items = cast("AsyncGenerator[BatchItem]", edge.create_many(specs, project=project, deadline_s=deadline_s, key=key))
     async with aclosing(items):
         item = await anext(items)  # what is wrong with the whole request comes as its status
-        held = HeldAnswer(x, _NDJSON)
+        held = HeldAnswer(x, _NDJSON, hold_s=GROUP_HOLD_S)
         async with held:
             held.push(_line(item))
             async for item in items:
@@ -72,6 +108,28 @@ async def create_many(edge: EdgeClient, x: Exchange) -> None:
                 if held.full:
                     await held.flush()
             await held.finish()
+
+
+async def exec_many(edge: EdgeClient, x: Exchange) -> None:
+    """POST /v1/exec:batch"""
+    x.check_query()
+    principal = Principal(x.project())
+    items = x.decode(_EXECS, await x.body(MAX_BATCH_BYTES)).items
+    ended: asyncio.Queue[asyncio.Task[ExecResult]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_run(edge, principal, place, item)) for place, item in enumerate(items)]
+    try:
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        held = HeldAnswer(x, _NDJSON, hold_s=GROUP_HOLD_S)
+        async with held:
+            for _ in tasks:
+                held.push(_ENCODER.encode((await ended.get()).result()) + b"\n")
+                if held.full:
+                    await held.flush()
+            await held.finish()
+    finally:
+        for task in tasks:
+            task.cancel()  # whoever reads; the commands go on
 
 
 async def delete_many(edge: EdgeClient, x: Exchange) -> None:
@@ -110,3 +168,29 @@ def idempotency_key(x: Exchange) -> str | None:
 
 def _line(item: BatchItem) -> bytes:
     return _ENCODER.encode(item) + b"\n"
+
+
+async def _run(edge: EdgeClient, principal: Principal, place: int, item: ExecItem) -> ExecResult:
+    index = place if item.index is None else item.index
+    try:
+        edge.authorize(principal, item.sandbox)
+        if item.spec.key is None or item.spec.stdin:
+            raise InvalidRequest("a command of a batch has a key, and no stdin", field="spec")
+        execution = await edge.exec(item.sandbox, item.spec)
+        for key in item.release:  # the command runs meanwhile
+            await edge.release(item.sandbox, key)
+        parts: tuple[list[bytes], list[bytes]] = ([], [])
+        size = 0
+        events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events())
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ExecStatus):
+                    stdout, stderr = (b"".join(each) for each in parts)
+                    return ExecResult(index, event, stdout, stderr)
+                parts[event.stderr].append(event.data)
+                size += len(event.data)
+                if size > INLINE_BYTES:
+                    break
+        return ExecResult(index, attach=True)
+    except DsecError as error:
+        return ExecResult(index, error=error.body())

@@ -14,6 +14,8 @@ from types import TracebackType
 from dsec.api.exchange import ClientGone, Exchange
 
 HOLD_S = 0.002
+GROUP_HOLD_S = 0.005
+"""For answers about many: their items come in swarms."""
 FLUSH_BYTES = 64 << 10
 
 

@@ -11,7 +11,7 @@ import msgspec
 from litestar import Litestar
 from msgspec import Struct
 
-from dsec.api.batch import BatchRequest, Deleted, DeleteRequest
+from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, ExecResult
 from dsec.api.exec import ReleaseRequest, SignalRequest, Started, StdinTaken
 from dsec.api.files import Listing, Written
 from dsec.edge.client import BatchItem
@@ -54,6 +54,13 @@ CALLS = (
         query=("cause",),
         takes=((_JSON, DeleteRequest),),
         gives=(_JSON, Deleted),
+    ),
+    Call(
+        method="post",
+        path="/v1/exec:batch",
+        summary="Run a command in each of many sandboxes; a line a command, as it ends; bytes are base64",
+        takes=((_JSON, ExecBatch),),
+        gives=(_NDJSON, ExecResult),
     ),
     Call(
         method="get",

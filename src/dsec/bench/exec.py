@@ -48,7 +48,8 @@ class Plan(Struct, frozen=True):
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(state: Path | None, as_json: bool, **fields: Any) -> int:
-    result = run(measure(Plan(**fields), state or default_state()))
+    name, loop_factory = load.event_loop()
+    result = run(measure(Plan(**fields), state or default_state()), loop_factory) | {"client_loop": name}
     write_result(result, as_json=as_json)
     return 1 if result["failures"] else 0
 

@@ -49,7 +49,7 @@ async def running(state: Path) -> AsyncClient | None:
     return client
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
     """As `asyncio.run`, but SIGTERM and SIGHUP cancel it too, so that a server that was started is stopped. Raises
     `asyncio.CancelledError` then."""
 
@@ -60,7 +60,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await work
 
-    return asyncio.run(cancellable())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(cancellable())
 
 
 class LocalServer:

@@ -11,11 +11,12 @@ import msgspec
 
 from dsec.errors import DsecError
 from dsec.sdk._config import find_endpoint
-from dsec.sdk._results import CreateResult
+from dsec.sdk._many import run_many
+from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 Layers = list[str]
 Keys = list[dict[str, Any]]
@@ -118,6 +119,22 @@ class AsyncClient:
     ) -> dict[str, DsecError]:
         """End many sandboxes; returns the errors by id; see `AsyncSandbox.kill_many`."""
         return await AsyncSandbox.kill_many(sandboxes, cause=cause, client=self, request_timeout_s=request_timeout_s)
+
+    async def run_many(
+        self,
+        commands: Iterable[tuple[AsyncSandbox, str | Sequence[str] | ExecSpec]],
+        *,
+        request_timeout_s: float | None = None,
+    ) -> AsyncIterator[RunResult]:
+        """Run a command in each of many sandboxes, by one request: yields a `RunResult` for each as it ends, with a
+        result or an error.
+
+        A command is argv, a str for the shell, or an `ExecSpec` (without `stdin`) whose `key`, if it has one, is an
+        idempotency key as in `commands.run`. A connection that breaks is made again, and nothing runs twice. Leaving
+        the loop stops nothing. Raises what is wrong with the request as a whole.
+        """
+        async for result in run_many(self._transport, commands, request_timeout_s):
+            yield result
 
     async def environments(self, *, request_timeout_s: float | None = None) -> dict[str, Layers]:
         """Environments that sandboxes can be made of, with their layers, top first."""

@@ -61,7 +61,7 @@ class AsyncCommands:
         command), `Unavailable`.
         """
         spec = ExecSpec(
-            argv=_argv(command),
+            argv=argv_of(command),
             env=dict(env) if env else {},
             cwd=cwd,
             user=user,
@@ -96,7 +96,7 @@ class AsyncCommands:
         `stdin`: keep it open for `write_stdin`. The rest: see `run`; `request_timeout_s` limits the start.
         """
         spec = ExecSpec(
-            argv=_argv(command),
+            argv=argv_of(command),
             env=dict(env) if env else {},
             cwd=cwd,
             user=user,
@@ -120,6 +120,14 @@ class AsyncCommands:
         await limited(running.open(), request_timeout_s, key=key)
         return running
 
+    def take_done(self) -> list[str]:
+        """Not for callers: keys to release with the next request."""
+        return self._calls.take_done()
+
+    async def finished(self, key: str) -> None:
+        """Not for callers: the result of a command with a key of ours has arrived."""
+        await self._calls.finished(key)
+
     def _command(self, spec: ExecSpec, stdin: bytes | None) -> AsyncCommand:
         own_key = spec.key is not None
         key = spec.key or self._calls.transport.new_key()
@@ -132,5 +140,6 @@ class AsyncCommands:
         return AsyncCommand(self._calls, key, body, own_key=own_key, stdin=stdin)
 
 
-def _argv(command: str | Sequence[str]) -> list[str]:
+def argv_of(command: str | Sequence[str]) -> list[str]:
+    """A command as callers write it: a str is for the shell."""
     return [*_SHELL, command] if isinstance(command, str) else list(command)

@@ -121,7 +121,9 @@ class Wrapper:
 
 
 def unwrap(value: Any) -> Any:
-    """The async twin of a sync object; anything else as it is."""
+    """The async twin of a sync object, also within a tuple; anything else as it is."""
+    if type(value) is tuple:
+        return tuple(unwrap(each) for each in value)
     return value._async if isinstance(value, Wrapper) else value
 
 

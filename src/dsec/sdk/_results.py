@@ -104,6 +104,23 @@ class CreateResult(Generic[S]):
         return self.sandbox
 
 
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One item of `run_many`, as its command has ended: a result or an error."""
+
+    index: int
+    """Of the command."""
+    result: CommandResult | None = None
+    error: DsecError | None = None
+
+    def unwrap(self) -> CommandResult:
+        """The result. Raises the error."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
 def make_result(status: ExecStatus, stdout: bytes, stderr: bytes, key: str) -> CommandResult:
     """A result of the status on the wire and the output that came before it."""
     return CommandResult(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from dsec.errors import DsecError, ErrorBody, InvalidRequest, from_body
 from dsec.ports import Usage
 from dsec.sdk._commands import AsyncCommands
 from dsec.sdk._files import AsyncFiles
+from dsec.sdk._lines import lines
 from dsec.sdk._results import CreateResult
-from dsec.sdk._transport import Retry, Transport, cut_errors, default_transport, timed_out
+from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 
@@ -33,12 +33,6 @@ class _Page(Struct, frozen=True):
     next: str | None = None
 
 
-class _Item(Struct, frozen=True):
-    index: int
-    sandbox: SandboxInfo | None = None
-    error: ErrorBody | None = None
-
-
 class _Deleted(Struct, frozen=True):
     id: str
     error: ErrorBody | None = None
@@ -46,9 +40,6 @@ class _Deleted(Struct, frozen=True):
 
 class _Results(Struct, frozen=True):
     results: list[_Deleted]
-
-
-_ITEM = msgspec.json.Decoder(_Item)
 
 
 class AsyncSandbox:
@@ -137,8 +128,8 @@ class AsyncSandbox:
                 return
             total, request = len(each), {"specs": each}
         url = transport.url("/v1/sandboxes:batch", deadline_s=deadline_s, key=key or transport.new_key())
-        items = _batch(transport, url, _encoded(request), total, request_timeout_s)
-        async for item in items:
+        body = _encoded(request)
+        async for item in lines(transport, url, lambda _: body, total, request_timeout_s):
             sandbox = cls(transport, item.sandbox) if item.sandbox is not None else None
             error = from_body(item.error) if item.error is not None else None
             yield CreateResult(item.index, sandbox, error)
@@ -317,46 +308,3 @@ def _encoded(value: object) -> bytes:
         return _ENCODER.encode(value)
     except (UnicodeEncodeError, TypeError) as error:
         raise InvalidRequest(f"this can't be sent as JSON: {error}") from None
-
-
-async def _batch(
-    transport: Transport, url: Any, body: bytes, total: int, request_timeout_s: float | None
-) -> AsyncIterator[_Item]:
-    """The items of a batch, each once, over as many connections as it takes."""
-    missing = set(range(total))
-    retry = Retry(transport)
-    loop = asyncio.get_running_loop()
-    until = None if request_timeout_s is None else loop.time() + request_timeout_s
-    while missing:
-        try:
-            async with asyncio.timeout_at(until):
-                response = await transport.open("POST", url, body=body, headers=_JSON, retry=retry)
-        except TimeoutError:
-            raise timed_out(request_timeout_s or 0.0) from None
-        cut: BaseException = ConnectionResetError("the answer was cut")
-        rest = b""
-        try:
-            while missing:
-                try:
-                    async with asyncio.timeout_at(until):
-                        data = await response.content.readany()
-                except TimeoutError:
-                    raise timed_out(request_timeout_s or 0.0) from None
-                except cut_errors() as error:
-                    cut = error
-                    break
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    item = _ITEM.decode(line)
-                    if item.index in missing:
-                        missing.remove(item.index)
-                        retry = Retry(transport)
-                        yield item
-            if not missing and not response.content.is_eof():
-                await response.content.readany()
-        finally:
-            response.release()
-        if missing:
-            await retry.wait(cut)

@@ -11,12 +11,12 @@ from dsec.errors import DsecError
 from dsec.ports import Usage
 from dsec.sdk._client import AsyncClient, Keys, Layers
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
-from dsec.sdk._results import CreateResult
+from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync_inside import Commands, Files
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 
 class Sandbox(Wrapper):
@@ -336,6 +336,21 @@ class Client(Wrapper):
     ) -> dict[str, DsecError]:
         """End many sandboxes; returns the errors by id; see `Sandbox.kill_many`."""
         return call(self._async.kill_many(unwrap_each(sandboxes), cause=cause, request_timeout_s=request_timeout_s))
+
+    def run_many(
+        self,
+        commands: Iterable[tuple[Sandbox, str | Sequence[str] | ExecSpec]],
+        *,
+        request_timeout_s: float | None = None,
+    ) -> Iterator[RunResult]:
+        """Run a command in each of many sandboxes, by one request: yields a `RunResult` for each as it ends, with a
+        result or an error.
+
+        A command is argv, a str for the shell, or an `ExecSpec` (without `stdin`) whose `key`, if it has one, is an
+        idempotency key as in `commands.run`. A connection that breaks is made again, and nothing runs twice. Leaving
+        the loop stops nothing. Raises what is wrong with the request as a whole.
+        """
+        return iterate(self._async.run_many(unwrap_each(commands), request_timeout_s=request_timeout_s))
 
     def environments(self, *, request_timeout_s: float | None = None) -> dict[str, Layers]:
         """Environments that sandboxes can be made of, with their layers, top first."""
