@@ -15,7 +15,9 @@ from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, Exec
 from dsec.api.exec import ReleaseRequest, SignalRequest, Started, StdinTaken
 from dsec.api.files import Listing, Written
 from dsec.edge.client import BatchItem
+from dsec.edge.observed import Readiness
 from dsec.errors import ErrorBody
+from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, SandboxInfo
 from dsec.wire.exec_stream import MEDIA_TYPE
 
@@ -132,6 +134,19 @@ CALLS = (
         summary="Entries below a directory",
         query=("path", "user", "depth"),
         gives=(_JSON, Listing),
+    ),
+    Call(
+        method="get",
+        path=f"{_ONE}/events",
+        summary="What happened to a sandbox, a line an event above the number `after`; `follow`: until it has ended",
+        query=("follow", "after"),
+        gives=(_NDJSON, SandboxEvent),
+    ),
+    Call(
+        method="get",
+        path="/readyz",
+        summary="Whether sandboxes can be made now; 503: not",
+        gives=(_JSON, Readiness),
     ),
     Call(method="post", path=f"{_ONE}/files/move", summary="Rename a file", query=("path", "to", "user", "exclusive")),
     Call(
