@@ -115,7 +115,7 @@ class Api:
             _only(x, "GET")
             await seeing.ready(edge, x)
             return
-        elif raw.partition("?")[0] == "/metrics":
+        elif raw == "/metrics":
             _only(x, "GET")
             x.principal = edge.authenticate(x.bearer())
             await seeing.metrics(edge, self.metrics, x)
@@ -124,6 +124,8 @@ class Api:
             raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
         scope[control.EXCHANGE] = x
         await self._control(scope, x.next_message, _stamped(x))  # type: ignore[arg-type]
+        if x.failed is not None:
+            self._note(x, x.failed)
 
     async def _sandbox(self, sandbox_id: str, rest: str, x: Exchange) -> bool:
         """Calls on one sandbox; False: not a hot one."""

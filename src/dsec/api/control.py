@@ -182,8 +182,9 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def on_error(_: Request[Any, Any, Any], error: DsecError) -> Response[ErrorBody]:
+def on_error(request: Request[Any, Any, Any], error: DsecError) -> Response[ErrorBody]:
     """An error of ours as its body."""
+    exchange(request.scope).failed = error
     return Response(error.body(), status_code=error.http_status)
 
 

@@ -62,6 +62,7 @@ class Exchange:
         "began",
         "content_length",
         "content_type",
+        "failed",
         "principal",
         "receive",
         "release",
@@ -80,6 +81,8 @@ class Exchange:
         self.content_length: int | None = None
         self.release = b""
         self.began = False
+        self.failed: DsecError | None = None
+        """The error that a control route answered with."""
         self._more = True
         self._expects = False
         request_id = b""

@@ -169,12 +169,14 @@ class ApiServer:
             if self._task.done():
                 await self._task
         self._server.config.timeout_graceful_shutdown = None
+        self._api.metrics.watch()
 
     async def stop(self) -> None:
         """Refuse new connections, give open requests `grace_s`, cut the rest. Idempotent."""
         server, task = self._server, self._task
         if server is None or task is None:
             return
+        self._api.metrics.close()
         server.should_exit = True
         await asyncio.wait([task], timeout=self._grace_s)
         if not task.done():
