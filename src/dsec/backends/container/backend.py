@@ -43,6 +43,8 @@ OOM_SCORE_ADJ = 500
 """Before the host's own processes, when the host itself runs out of memory."""
 _EXIT_WAIT_S = 10.0
 _SWEEP_EVERY = 64
+_NOBODY = "0" * 24
+"""An id that no sandbox has."""
 
 
 class Host:
@@ -92,6 +94,17 @@ class ContainerBackend:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """As in `edge.observer.Inspectable`."""
+        return {"cgroups": dict(self.host.pool.counts()), "zygote": {"spawning": len(self._spawning)}}
+
+    async def check_ready(self) -> None:
+        """As in `edge.observer.Inspectable`: the zygote answers, and the volume has room."""
+        if self._zygote is None:
+            raise Unavailable("the zygote is being started again")
+        await self._zygote.forget(_NOBODY)
+        self.host.volume.check_space()
 
     def pid(self, sandbox_id: str) -> int:
         """The host's number of a running sandbox's pid 1. Raises KeyError."""
@@ -199,6 +212,7 @@ class ContainerBackend:
         host, zygote = self.host, self._zygote
         if zygote is None:
             raise Unavailable("the zygote is being started again")
+        begun = self._clock.monotonic()
         environment = host.environments.get(spec.environment)
         id_base = handle["id_base"]
         lowers = tuple(str(host.layers.path(digest, id_base)) for digest in environment.layers)
@@ -224,10 +238,21 @@ class ContainerBackend:
             no_new_privs=spec.no_new_privs,
         )
         self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
+        prepared = self._clock.monotonic()
         spawning = self._spawning[sandbox_id] = asyncio.create_task(self._spawn(zygote, request))
         spawned = await asyncio.shield(spawning)
         del self._spawning[sandbox_id]
-        return await self._serve(sandbox_id, spawned, slot, spec.disk_bytes)
+        answered = self._clock.monotonic()
+        instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes)
+        instance.phases_s = {
+            "prepare": prepared - begun,
+            "spawn": answered - prepared,
+            "mount": spawned.mount_ns / 1e9,
+            "clone": spawned.clone_ns / 1e9,
+            "setup": spawned.setup_ns / 1e9,
+            "hello": self._clock.monotonic() - answered,
+        }
+        return instance
 
     async def _spawn(self, zygote: ZygoteClient, request: SpawnRequest) -> Spawned:
         try:

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 class ContainerInstance:
     """A running container sandbox."""
 
-    __slots__ = ("_channel", "_disk_limit_bytes", "_disk_used", "_end", "_sandbox_id", "exited", "pid", "slot")
+    __slots__ = (
+        "_channel",
+        "_disk_limit_bytes",
+        "_disk_used",
+        "_end",
+        "_sandbox_id",
+        "exited",
+        "phases_s",
+        "pid",
+        "slot",
+    )
 
     def __init__(
         self,
@@ -37,6 +47,8 @@ class ContainerInstance:
         """Of pid 1 inside, as the host counts."""
         self.exited = exited
         """Resolves with pid 1's wait status when it is gone, however it ended."""
+        self.phases_s: dict[str, float] = {}
+        """The steps of its making: spawn is the zygote's answer, of which mount, clone and setup are parts."""
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
         self._disk_used = disk_used
         self._disk_limit_bytes = disk_limit_bytes
