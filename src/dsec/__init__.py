@@ -18,6 +18,7 @@ from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync import Client, Run, Sandbox
 from dsec.sdk._sync_inside import Command
 from dsec.spec.causes import Cause
+from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, FileInfo, SandboxInfo, SandboxSpec, State
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Run",
     "RunResult",
     "Sandbox",
+    "SandboxEvent",
     "SandboxInfo",
     "SandboxSpec",
     "State",

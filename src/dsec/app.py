@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
+from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
 from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unauthenticated, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
@@ -130,12 +130,20 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
                 config.run.rmdir()
 
 
-def serve(*, host: str, port: int, state: Path | None = None, on_exit: str = "keep") -> int:
+def serve(
+    *,
+    host: str,
+    port: int,
+    state: Path | None = None,
+    on_exit: str = "keep",
+    log_format: LogFormat = "human",
+    log_level: str = "info",
+) -> int:
     """Serve in the foreground until SIGTERM or SIGINT. Returns the exit code.
 
     `on_exit`: `keep` leaves the sandboxes to the next server, `destroy` ends them and removes every trace.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    configure(log_format, log_level)
     try:
         uvloop.run(_serve(read_config(state), host, port, keep=on_exit == "keep"))
     except asyncio.CancelledError:

@@ -13,6 +13,7 @@ import pytest
 from api_kit import Served, served
 from edge_kit import until
 
+from dsec import AsyncSandbox
 from dsec.api.metrics import exposition
 from dsec.edge.tally import Family, Histogram, Sample, Tally
 
@@ -187,3 +188,26 @@ async def test_the_request_id_travels_to_the_event(server: Served) -> None:
     started = next(event for event in server.edge.events(box) if event.type == "command_started")
     assert started.data["request_id"] == "trace-17"
     assert started.data["op"] >= 1
+
+
+async def test_the_sdk_follows_events(server: Served) -> None:
+    async with server.client() as client:
+        box = await client.create("base")
+        seen = []
+
+        async def follow(sandbox: AsyncSandbox) -> None:
+            async for event in sandbox.events(follow=True):
+                seen.append(event.type)
+
+        following = asyncio.ensure_future(follow(box))
+        await box.commands.run(["true"])
+        await until(lambda: "command_ended" in seen)
+        await server.restart()
+        await box.commands.run(["true"])
+        await box.kill()
+        await asyncio.wait_for(following, 20)
+        assert seen[0] == "created"
+        assert seen[-1] == "ended"
+        assert seen.count("command_ended") == 2
+        assert "adopted" in seen
+        assert [event.type async for event in box.events()] == seen

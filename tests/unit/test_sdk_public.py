@@ -27,6 +27,7 @@ PUBLIC = [
     "Run",
     "RunResult",
     "Sandbox",
+    "SandboxEvent",
     "SandboxInfo",
     "SandboxSpec",
     "State",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -28,7 +29,19 @@ from dsec.sdk._config import DEFAULT_PORT
     show_default=True,
     help="keep: sandboxes go on for the next server. destroy: they end, and nothing of them is left.",
 )
-def serve(host: str, port: int, state: Path | None, on_exit: str) -> int:
+@click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    default="human",
+    show_default=True,
+    help="json: an object a line, with request and sandbox ids.",
+)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
+def serve(  # noqa: PLR0917 (click passes by name)
+    host: str, port: int, state: Path | None, on_exit: str, log_format: Literal["human", "json"], log_level: str
+) -> int:
     """Run a one-node server in the foreground; SIGTERM or Ctrl-C stops it.
 
     It writes client.json (its URL and an API key, mode 0600) into its state directory: there the client and this
@@ -38,7 +51,7 @@ def serve(host: str, port: int, state: Path | None, on_exit: str) -> int:
         from dsec import app
     except ImportError as error:
         raise _needs_server(error) from error
-    return app.serve(host=host, port=port, state=state, on_exit=on_exit)
+    return app.serve(host=host, port=port, state=state, on_exit=on_exit, log_format=log_format, log_level=log_level)
 
 
 @click.command("doctor")

@@ -298,6 +298,7 @@ class AsyncCommand:
                     await self._calls.finished(self.key)
             else:
                 self._failure = from_body(_ERROR.decode(payload))
+                self._failure.details.setdefault("request_id", response.headers.get("X-Request-Id", ""))
                 self._started = True
                 await self._whole(response)
                 if not self._queue:

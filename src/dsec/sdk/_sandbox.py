@@ -13,11 +13,13 @@ from msgspec import Struct
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, from_body
 from dsec.ports import Usage
 from dsec.sdk._commands import AsyncCommands
+from dsec.sdk._events import follow_events
 from dsec.sdk._files import AsyncFiles
 from dsec.sdk._lines import lines
 from dsec.sdk._results import CreateResult
 from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
+from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 
 if TYPE_CHECKING:
@@ -228,6 +230,13 @@ class AsyncSandbox:
         """Its counters now: CPU, memory, processes, disk."""
         url = self._transport.url(f"{self._path}/usage")
         return await self._transport.call("GET", url, Usage, request_timeout_s=request_timeout_s)
+
+    async def events(self, *, after: int = 0, follow: bool = False) -> AsyncIterator[SandboxEvent]:
+        """What happened to it, oldest first, from above the number `after` on: its making with the time of each phase,
+        its commands and file calls, limits that were met, its end. `follow`: also what is still to happen, until it has
+        ended, over as many connections as it takes. Raises `SandboxNotFound`."""
+        async for event in follow_events(self._transport, f"{self._path}/events", after, follow):
+            yield event
 
     async def __aenter__(self) -> AsyncSandbox:
         return self

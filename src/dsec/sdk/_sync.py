@@ -16,6 +16,7 @@ from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync_inside import Commands, Files
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
+from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 
@@ -184,6 +185,12 @@ class Sandbox(Wrapper):
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))
+
+    def events(self, *, after: int = 0, follow: bool = False) -> Iterator[SandboxEvent]:
+        """What happened to it, oldest first, from above the number `after` on: its making with the time of each phase,
+        its commands and file calls, limits that were met, its end. `follow`: also what is still to happen, until it has
+        ended, over as many connections as it takes. Raises `SandboxNotFound`."""
+        return iterate(self._async.events(after=after, follow=follow))
 
     def __enter__(self) -> Sandbox:
         return self

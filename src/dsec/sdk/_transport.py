@@ -74,6 +74,7 @@ class Transport:
         self._key_prefix = ""
         self._key_pid = 0
         self._keys = 0
+        self._requests = 0
 
     # --- addresses and keys -----------------------------------------------------------------------------------------
 
@@ -96,6 +97,13 @@ class Transport:
             self._key_pid = os.getpid()
         self._keys += 1
         return f"{self._key_prefix}-{self._keys:x}"
+
+    def new_request_id(self) -> str:
+        """Names one request, also in the server's log, in the sandbox's events and in errors."""
+        if self._key_pid != os.getpid():
+            self.new_key()
+        self._requests += 1
+        return f"{self._key_prefix[:12]}-r{self._requests:x}"
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +138,7 @@ class Transport:
                 data = await response.read()
             except cut_errors() as error:
                 if not replay:
-                    raise _unknown(error) from error
+                    raise _unknown(error, response.headers.get("X-Request-Id")) from error
                 await retry.wait(error)
                 continue
             if kind is type(None):
@@ -149,6 +157,8 @@ class Transport:
     ) -> aiohttp.ClientResponse:
         """A request whose answer (2xx) the caller reads. Retries until there is one."""
         errors = cut_errors()
+        request_id = self.new_request_id()
+        headers = {**headers, "X-Request-Id": request_id} if headers else {"X-Request-Id": request_id}
         while True:
             session = self._session if self._usable() else await self._new_session()
             assert session is not None
@@ -163,15 +173,16 @@ class Transport:
                 if connecting and not self._reached:
                     raise self._unreachable(error) from error
                 if not (replay or connecting):
-                    raise _unknown(error) from error
+                    raise _unknown(error, request_id) from error
                 retry = retry or Retry(self)
-                await retry.wait(error)
+                await retry.wait(error, request_id=request_id)
                 continue
             self._reached = True
             if response.status < 400:
                 self._known = True
                 return response
             failure, again_s = await _failure(response)
+            failure.details.setdefault("request_id", request_id)
             if isinstance(failure, Unauthenticated) and self._known and await self._new_key(used):
                 continue
             if again_s is None or not (replay or response.status == 429):
@@ -275,7 +286,7 @@ class Retry:
         self._until = time.monotonic() + transport._retry_s
         self._delay = _FIRST_DELAY_S
 
-    async def wait(self, error: BaseException, *, at_least_s: float = 0.0) -> None:
+    async def wait(self, error: BaseException, *, at_least_s: float = 0.0, request_id: str | None = None) -> None:
         """Wait before the next attempt. Raises the error (as `Unavailable`, if it isn't one of ours) when the time is
         over."""
         delay = max(at_least_s, self._delay * random.uniform(0.5, 1.0))
@@ -285,6 +296,7 @@ class Retry:
             raise Unavailable(
                 f"the connection to {self._transport.endpoint.url} broke and could not be made again: {error!r}",
                 remedy="see whether the server runs; then try again",
+                **_named(request_id),
             ) from error
         self._delay = min(self._delay * 2, _MAX_DELAY_S)
         await asyncio.sleep(delay)
@@ -343,11 +355,16 @@ async def _failure(response: aiohttp.ClientResponse) -> tuple[DsecError, float |
         return error, 1.0
 
 
-def _unknown(error: BaseException) -> OutcomeUnknown:
+def _unknown(error: BaseException, request_id: str | None) -> OutcomeUnknown:
     return OutcomeUnknown(
         f"the connection broke before the answer came: {error!r}",
         remedy="it may have happened: look before you repeat it",
+        **_named(request_id),
     )
+
+
+def _named(request_id: str | None) -> dict[str, str]:
+    return {"request_id": request_id} if request_id else {}
 
 
 _errors: dict[str, tuple[type[BaseException], ...]] = {}
