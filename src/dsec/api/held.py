@@ -14,7 +14,7 @@ from types import TracebackType
 from dsec.api.exchange import ClientGone, Exchange
 
 HOLD_S = 0.002
-GROUP_HOLD_S = 0.005
+GROUP_HOLD_S = 0.02
 """For answers about many: their items come in swarms."""
 FLUSH_BYTES = 64 << 10
 

@@ -76,11 +76,15 @@ class Spool:
     business.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, fresh: bool = False) -> None:
+        """`fresh`: the sandbox has just been made, nothing can be kept of it."""
         self._directory = directory
+        self._fresh = fresh
 
     def sizes(self) -> dict[int, tuple[int, int]]:
         """What an earlier edge kept: bytes of stdout and stderr for each operation."""
+        if self._fresh:
+            return {}
         found: dict[int, list[int]] = {}
         try:
             entries = list(os.scandir(self._directory))

@@ -63,8 +63,8 @@ class Naming:
         if key is None:
             return await asyncio.shield(self._request(spec, project, deadline_s, None))
         backend_for(spec, self._backends)  # what can't be made uses up no key
-        batch = await self._open_batch([spec], project, key)
-        return await asyncio.shield(self._request(spec, project, deadline_s, batch.ids[0]))
+        batch, fresh = await self._open_batch([spec], project, key)
+        return await asyncio.shield(self._request(spec, project, deadline_s, batch.ids[0], fresh=fresh))
 
     async def create_many(
         self, specs: Sequence[SandboxSpec], project: str, deadline_s: float | None, key: str | None
@@ -73,10 +73,12 @@ class Naming:
         if not 1 <= len(specs) <= self._config.max_batch:
             raise InvalidRequest(f"a batch has 1 to {self._config.max_batch} specs, this one has {len(specs)}")
         ids: Sequence[str | None] = [None] * len(specs)
+        fresh = False
         if key is not None:
-            ids = (await self._open_batch(specs, project, key)).ids
+            batch, fresh = await self._open_batch(specs, project, key)
+            ids = batch.ids
         ready: asyncio.Queue[BatchItem] = asyncio.Queue()
-        self._tasks.spawn(self._feed(specs, project, deadline_s, ids, ready))
+        self._tasks.spawn(self._feed(specs, project, deadline_s, ids, ready, fresh=fresh))
         for _ in specs:
             yield await ready.get()
 
@@ -87,6 +89,8 @@ class Naming:
         deadline_s: float | None,
         ids: Sequence[str | None],
         ready: asyncio.Queue[BatchItem],
+        *,
+        fresh: bool,
     ) -> None:
         def hand_out(index: int, future: asyncio.Future[Created]) -> None:
             if future.cancelled():
@@ -99,7 +103,7 @@ class Naming:
 
         for index, (spec, sandbox_id) in enumerate(zip(specs, ids, strict=True)):
             try:
-                future = self._request(spec, project, deadline_s, sandbox_id)
+                future = self._request(spec, project, deadline_s, sandbox_id, fresh=fresh)
             except DsecError as error:
                 ready.put_nowait(BatchItem(index=index, error=error.body()))
             else:
@@ -110,14 +114,20 @@ class Naming:
     # --- one request ---
 
     def _request(
-        self, spec: SandboxSpec, project: str, deadline_s: float | None, sandbox_id: str | None
+        self,
+        spec: SandboxSpec,
+        project: str,
+        deadline_s: float | None,
+        sandbox_id: str | None,
+        *,
+        fresh: bool = False,
     ) -> asyncio.Future[Created]:
         """The sandbox for this request, made or found, in one synchronous step. The future may be shared: never cancel
         it.
-        `sandbox_id`: the one that an idempotency key reserved."""
+        `sandbox_id`: the one that an idempotency key reserved; `fresh`: just now, for this request."""
         backend = backend_for(spec, self._backends)
         if sandbox_id is not None:
-            found = self._by_id(sandbox_id, backend)
+            found = self._by_id(sandbox_id, backend, fresh=fresh)
             if found is not None:
                 return found
         if spec.name is not None:
@@ -141,10 +151,12 @@ class Naming:
         )
         return self._lives.enter(record, backend, token, deadline_s)
 
-    def _by_id(self, sandbox_id: str, backend: Backend) -> asyncio.Future[Created] | None:
+    def _by_id(self, sandbox_id: str, backend: Backend, *, fresh: bool) -> asyncio.Future[Created] | None:
         sandbox = self._lives.sandboxes.get(sandbox_id)
         if sandbox is not None:
             return _share(sandbox)
+        if fresh:
+            return None
         record = self._journal.get(sandbox_id)
         if record is not None:
             return _resolved(Created(info_of(record), existed=True))
@@ -186,8 +198,9 @@ class Naming:
 
     # --- keys ---
 
-    async def _open_batch(self, specs: Sequence[SandboxSpec], project: str, key: str) -> BatchRecord:
-        """The batch of this key: on record before anything of it exists."""
+    async def _open_batch(self, specs: Sequence[SandboxSpec], project: str, key: str) -> tuple[BatchRecord, bool]:
+        """The batch of this key: on record before anything of it exists. Also: whether it was made for this
+        request, so that nothing of it can exist yet."""
         if not 1 <= len(key) <= _MAX_KEY:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY} characters")
         wanted = _digest(specs)
@@ -198,7 +211,7 @@ class Naming:
             found = self._journal.batch(project, key)
             if found is not None:
                 _same(found, wanted, key)
-                return found
+                return found, False
             batch = BatchRecord(
                 project=project,
                 key=key,
@@ -212,7 +225,7 @@ class Naming:
             durable.add_done_callback(lambda _: self._opening.pop((project, key), None))
         _same(batch, wanted, key)
         await asyncio.shield(durable)
-        return batch
+        return batch, opening is None
 
 
 def backend_for_ids(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:

@@ -216,6 +216,8 @@ class LayerMounts:
         self._store = store
         self._lock = threading.Lock()
         self._mounted: set[Path] = set()
+        self._paths: dict[tuple[str, int], Path] = {}
+        """Of mounted layers that were asked for."""
         self._warming: dict[str, threading.Thread] = {}
         self._stopping = False
 
@@ -230,9 +232,10 @@ class LayerMounts:
         Its hot files are then read by a thread. Raises `NotFound` for an unknown layer, KernelError where it can't be
         mounted.
         """
+        known = self._paths.get((digest, uid_base))
+        if known is not None:
+            return known
         target = self.root / digest / str(uid_base)
-        if target in self._mounted:
-            return target
         with self._lock:
             plain = self.root / digest / "0"
             if plain not in self._mounted:
@@ -247,6 +250,7 @@ class LayerMounts:
                 target.mkdir(exist_ok=True)
                 idmap.place_clone(plain, target, uid_base, ID_COUNT)
                 self._mounted.add(target)
+            self._paths[digest, uid_base] = target
         return target
 
     def warm(self, digest: str) -> int:
@@ -274,6 +278,7 @@ class LayerMounts:
         if thread is not None:
             thread.join()
         with self._lock:
+            self._paths.clear()
             for path in sorted((p for p in self._mounted if p.parent.name == digest), reverse=True):
                 mounts.unmount(path)
                 self._mounted.discard(path)

@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from enum import StrEnum
 from pathlib import Path
 
@@ -41,6 +42,7 @@ QUOTA_SLACK = 1 * MIB
 """Added to a sandbox's quota: the trees of an empty subvolume, and what the kernel reserves for metadata while it
 writes."""
 
+_LOOK_EVERY_S = 0.1
 _OPTIONS = "discard=async,commit=10"
 """Freed space goes back to the host's disk, at a bounded rate; and the kernel looks every 10 s for what was removed."""
 
@@ -63,11 +65,13 @@ class Volume:
         for name in ("sandboxes", "spool", "trash"):
             (root / name).mkdir(exist_ok=True)
         root.chmod(0o711)
-        self._fd = os.open(root / "sandboxes", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._sandboxes, self._spools = root / "sandboxes", root / "spool"
+        self._fd = os.open(self._sandboxes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._quotas = btrfs.Quotas(self._fd) if kind is not Kind.DIRECTORY else None
         self.quota = False
         """Whether a sandbox's bytes are limited."""
         self._ids: dict[str, int] = {}
+        self._room_until = 0.0
         self._trash = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._empty_trash, name="dsec-trash", daemon=True)
@@ -130,7 +134,7 @@ class Volume:
     # sandboxes
 
     def path(self, sandbox_id: str) -> Path:
-        return self.root / "sandboxes" / sandbox_id
+        return self._sandboxes / sandbox_id
 
     def make(self, sandbox_id: str, disk_bytes: int, uid_base: int) -> tuple[Path, Path]:
         """A sandbox's `(upper, work)` directories, limited to `disk_bytes` where the volume can; `upper` belongs to
@@ -209,21 +213,24 @@ class Volume:
 
     # spool
 
+    def spool_path(self, sandbox_id: str) -> Path:
+        """The directory for output that is kept for a sandbox; made by who needs it."""
+        return self._spools / sandbox_id
+
     def spool(self, sandbox_id: str) -> Path:
-        """The directory for output that is kept for a sandbox; made on first use."""
-        path = self.root / "spool" / sandbox_id
+        """The same, made if it is missing."""
+        path = self.spool_path(sandbox_id)
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def remove_spool(self, sandbox_id: str) -> None:
         """Remove kept output. Idempotent."""
-        path = self.root / "spool" / sandbox_id
-        with contextlib.suppress(FileNotFoundError):
-            names = os.listdir(path)
-            if names:
-                self._discard(path)
-            else:
-                path.rmdir()
+        try:
+            os.rmdir(f"{self._spools}/{sandbox_id}")
+        except FileNotFoundError:
+            pass
+        except OSError:  # there is something in it
+            self._discard(self.spool_path(sandbox_id))
 
     def _discard(self, path: Path) -> None:
         """Move it away at once and delete it in the background."""
@@ -255,8 +262,14 @@ class Volume:
         return max(0, min(free))
 
     def check_space(self) -> None:
-        """Raise `Unavailable` where so little is left that no new sandbox may begin."""
-        if self.free_bytes() == 0:
+        """Raise `Unavailable` where so little is left that no new sandbox may begin. Looks no more often than every
+        100 ms while there is room."""
+        now = time.monotonic()
+        if now < self._room_until:
+            return
+        if self.free_bytes() > 0:
+            self._room_until = now + _LOOK_EVERY_S
+        else:
             self._trash.set()  # what was removed may not be free yet
             raise Unavailable("the server's disk is full", remedy="Delete sandboxes, or give the server a larger disk.")
 

@@ -243,7 +243,7 @@ class ContainerBackend:
         spawned = await asyncio.shield(spawning)
         del self._spawning[sandbox_id]
         answered = self._clock.monotonic()
-        instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes)
+        instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes, fresh=True)
         instance.phases_s = {
             "prepare": prepared - begun,
             "spawn": answered - prepared,
@@ -261,13 +261,15 @@ class ContainerBackend:
             self._exits.pop(request.sandbox, None)  # nothing runs, so nothing will end
             raise
 
-    async def _serve(self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int) -> ContainerInstance:
+    async def _serve(
+        self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int, *, fresh: bool = False
+    ) -> ContainerInstance:
         if spawned.pidfd >= 0:
             os.close(spawned.pidfd)  # cgroups and the zygote's word do better
         channel = await SocketChannel.open(
             spawned.channel,
             clock=self._clock,
-            spool=Spool(self.host.volume.root / "spool" / sandbox_id),
+            spool=Spool(self.host.volume.spool_path(sandbox_id), fresh=fresh),
             on_broken=partial(log.warning, "sandbox %s: its guest broke the protocol: %s", sandbox_id),
         )
         instance = ContainerInstance(
@@ -337,9 +339,7 @@ class ContainerBackend:
             slot.kill()
         exited = self._exits.get(sandbox_id)
         if exited is not None and not exited.done():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_EXIT_WAIT_S):
-                    await asyncio.shield(exited)
+            await asyncio.wait((exited,), timeout=_EXIT_WAIT_S)
         self._exits.pop(sandbox_id, None)
         if instance is not None:
             await instance.channel.close()
@@ -358,8 +358,7 @@ class ContainerBackend:
         elif handle:
             self.host.pool.cancel(handle["slot"])
         if self._zygote is not None:
-            with contextlib.suppress(Unavailable):
-                await self._zygote.forget(sandbox_id)
+            self._zygote.forget_soon(sandbox_id)
 
     @staticmethod
     async def _abandon(spawning: asyncio.Task[Spawned], slot: Slot | None) -> None:

@@ -40,6 +40,7 @@ from dsec.wire.frames import (
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
 _READS_AT_ONCE = 64
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # arithmetic on IntFlag is slow
 _RIGHTS_SPACE = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 _SYSTEMD = Path("/run/systemd/system").is_dir()
 
@@ -227,6 +228,11 @@ class ZygoteClient:
         if frame.type is not FrameType.Z_OK:
             raise self._failure(frame, Unavailable)
 
+    def forget_soon(self, sandbox: str) -> None:
+        """`forget` without waiting for it. Nothing where the connection is lost."""
+        if self._socket is not None:
+            self._send(iter((encode(FrameType.Z_FORGET, next(self._ops), sandbox.encode()),)))
+
     async def shutdown(self) -> None:
         """End every sandbox, a few at a time, and then the zygote. Returns when it is gone."""
         gone = self._gone
@@ -285,9 +291,7 @@ class ZygoteClient:
                 return
             try:
                 # not socket.recv_fds: it loses the flags
-                packet, ancillary, _, _ = self._socket.recvmsg(
-                    HEADER_SIZE + MAX_PAYLOAD, _RIGHTS_SPACE, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-                )
+                packet, ancillary, _, _ = self._socket.recvmsg(HEADER_SIZE + MAX_PAYLOAD, _RIGHTS_SPACE, _RECEIVE)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
@@ -351,7 +355,7 @@ class ZygoteClient:
     def _take(fds: list[int]) -> tuple[socket.socket, int]:
         if not fds:
             raise Internal("the zygote sent no channel: is this process out of descriptors?")
-        channel = socket.socket(fileno=fds[0])
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])  # told, it need not ask the kernel
         channel.setblocking(False)
         return channel, fds[1] if len(fds) > 1 else -1
 
