@@ -151,7 +151,10 @@ class GuestOperation:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     async def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | OpEnd, None]:
-        reader = _Reader(stdout_from, stderr_from)
+        reader = _Reader(
+            stdout_from if stdout_from >= 0 else self._kept_from(0),
+            stderr_from if stderr_from >= 0 else self._kept_from(1),
+        )
         self._readers.add(reader)
         self.was_read = True
         try:
@@ -169,6 +172,10 @@ class GuestOperation:
                     await self._change()
         finally:
             self._leave(reader)
+
+    def _kept_from(self, stream: int) -> int:
+        """The first byte of a stream that can still be read."""
+        return 0 if self._spool is not None else self._streams[stream].base
 
     def _leave(self, reader: _Reader) -> None:
         self._readers.discard(reader)

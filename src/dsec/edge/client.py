@@ -136,7 +136,8 @@ class Execution(Protocol):
         ...
 
     def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | ExecStatus]:
-        """Output from the given byte offsets on, then the status, always last. Close the iterator (`aclose`) when done
+        """Output from the given byte offsets on (below 0: from the first byte that is still kept; of a command without
+        a key only the last part may be), then the status, always last. Close the iterator (`aclose`) when done
         early.
 
         Raises `OutcomeUnknown` where the guest died under the command, `SandboxEnded` where the sandbox was ended on

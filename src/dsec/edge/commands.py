@@ -240,8 +240,9 @@ class Commands:
             status = self._settle(sandbox, command)
             if command.guest_key is None:
                 seen = True
-                self._drop(sandbox, command)
-                await command.live().release()
+                if command.reads == 1:  # else the others read on, and the last of them does it
+                    self._drop(sandbox, command)
+                    await command.live().release()
         except (OutcomeUnknown, Unavailable) as error:
             raise await self.explain(sandbox, error) from error
         finally:
