@@ -28,7 +28,7 @@ from dsec.wire.connect import Code
 
 __all__ = ["E2b", "E2bConfig"]
 
-_CONTROL = frozenset({"sandboxes", "v2", "v3", "templates", "snapshots", "volumes", "secrets"})
+_CONTROL = frozenset({"sandboxes", "templates", "snapshots", "volumes", "secrets"})
 _DATA = frozenset({"files", "health", "process.Process", "filesystem.Filesystem"})
 
 
@@ -69,7 +69,10 @@ class E2b:
     @staticmethod
     def claims(raw: str) -> bool:
         """Whether a path (percent-encoded, not below /v1/) is E2B's."""
-        first = raw[1:].partition("/")[0]
+        first, _, rest = raw[1:].partition("/")
+        if first in ("v2", "v3"):
+            first = rest.partition("/")[0]
+            return first in ("sandboxes", "templates")
         return first in _CONTROL or first in _DATA
 
     async def __call__(self, x: Exchange, raw: str) -> None:
