@@ -24,12 +24,13 @@ from msgspec import Struct
 
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
+from dsec.api.e2b import E2bConfig
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
-from dsec.errors import DsecError, EnvironmentNotFound, PermissionDenied, Unauthenticated, Unavailable
+from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
@@ -63,6 +64,17 @@ def read_config(state: Path | None = None) -> Config:
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
     instance = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
     return Config(state=state, run=Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance)
+
+
+def read_e2b(config: Config) -> E2bConfig:
+    """How the E2B face is set: `e2b.json` in the state directory, or the defaults. Raises `InvalidRequest`."""
+    path = config.state / "e2b.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=E2bConfig)
+    except FileNotFoundError:
+        return E2bConfig()
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"{path}: {error}", remedy="docs/E2B.md says what it may hold.") from error
 
 
 def open_environments(config: Config) -> EnvironmentStore:
@@ -163,6 +175,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     ready = False
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    e2b = read_e2b(config)
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
     async with open_edge(config, keep=keep) as edge:
@@ -173,7 +186,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
                 EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in open_environments(config).list()
             ]
 
-        server = ApiServer(Api(edge, environments=listed), host, port)
+        server = ApiServer(Api(edge, environments=listed, e2b=e2b), host, port)
         await server.start()
         try:
             await _write_client(config, edge, server.url)
