@@ -13,11 +13,10 @@ import pytest
 
 pytest.register_assert_rewrite("dsec.testing.conformance")
 
-from server_kit import Server, serving  # noqa: E402
-
 from dsec.testing.conformance import *  # noqa: E402, F403
 from dsec.testing.conformance.kit import Feature  # noqa: E402
 from dsec.testing.remote import RemoteBackend  # noqa: E402
+from server_kit import Server, serving  # noqa: E402
 
 pytestmark = pytest.mark.root
 

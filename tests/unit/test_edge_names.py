@@ -210,3 +210,19 @@ async def test_ids_are_never_given_twice(kit: Kit) -> None:
     assert seen == sorted(seen)
     async with kit.edge():
         pass
+
+
+async def test_a_key_whose_creation_failed_can_be_tried_again(kit: Kit) -> None:
+    async with kit.edge(keep=True) as edge:
+        specs = [spec(labels={"n": str(n)}) for n in range(3)]
+        kit.host.fail_next_create("mount")
+        first = await batch(edge, specs, key="k")
+        assert [item.error.code for item in first if item.error] == ["create_failed"]
+        second, third = await asyncio.gather(batch(edge, specs, key="k"), batch(edge, specs, key="k"))
+        assert len(set(ids(second))) == 3
+        assert set(ids(first)) < set(ids(second)), "what was made stays"
+        assert ids(third) == ids(second)
+        states = (await edge.list_sandboxes("p", states=list(State))).sandboxes
+        assert sorted(info.state for info in states) == [State.ENDED, *[State.RUNNING] * 3]
+    async with kit.edge() as edge:
+        assert ids(await batch(edge, specs, key="k")) == ids(second)

@@ -162,10 +162,12 @@ async def test_keys_and_batches_come_back(tmp_path: Path) -> None:
     await journal.put_key(replace(key, revoked_at=3.0))
     with pytest.raises(Internal):
         await journal.put_batch(replace(batch, ids=["c"]))
+    assert journal.batch("p", "k") == batch
+    await journal.replace_batch(replace(batch, ids=["a", "c"]))
     await journal.close()
     again = Journal(tmp_path / "edge.db")
     assert again.api_keys() == [replace(key, revoked_at=3.0)]
-    assert again.batch("p", "k") == batch
+    assert again.batch("p", "k") == replace(batch, ids=["a", "c"])
     assert again.batch("other", "k") is None
     await again.close()
 

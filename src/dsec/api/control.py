@@ -16,7 +16,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.types import Scope
 from msgspec import Struct
 
-from dsec.api.exchange import MAX_JSON_BYTES, Exchange
+from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
 from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
 from dsec.ports import Usage
@@ -185,7 +185,8 @@ def pair(text: str) -> tuple[str, str]:
 def on_error(request: Request[Any, Any, Any], error: DsecError) -> Response[ErrorBody]:
     """An error of ours as its body."""
     exchange(request.scope).failed = error
-    return Response(error.body(), status_code=error.http_status)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if passes(error) else None
+    return Response(error.body(), status_code=error.http_status, headers=headers)
 
 
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[ErrorBody]:

@@ -47,6 +47,11 @@ _REQUEST_ID_BASE = os.urandom(6).hex()
 _request_numbers = itertools.count(1)
 
 
+def passes(error: DsecError) -> bool:
+    """Whether the same request may do well a moment later, so that clients are told to repeat it."""
+    return type(error) is Unavailable
+
+
 class ClientGone(Exception):
     """The client closed the connection; nobody waits for an answer."""
 
@@ -275,7 +280,7 @@ class Exchange:
             await self.cut()
             return
         await self.drain()
-        extra: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if type(error) is Unavailable else []
+        extra: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if passes(error) else []
         if error.http_status == 401:
             extra.append((b"www-authenticate", b"Bearer"))
         await self.answer(error.http_status, error.body(), *extra)

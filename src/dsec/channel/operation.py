@@ -299,6 +299,8 @@ class GuestOperation:
         async with self._turn():
             sent = self.stdin_offset
             if offset is not None:
+                if self._end is not None or self._link.session.stdin_room(self._op) is None:
+                    return sent  # closed: what comes now is dropped, whatever was dropped before it
                 if offset > sent:
                     raise InvalidRequest(f"stdin has {sent} bytes so far; data from byte {offset} on leaves a gap")
                 data = data[sent - offset :]

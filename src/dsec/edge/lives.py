@@ -419,10 +419,11 @@ class Lives:
             self._queue_end(sandbox)
             return False
         if instance is None:
-            if record.state is State.STARTING:
+            if end is None and record.state is State.STARTING:
                 end = InstanceEnd(Cause.CREATE_FAILED, "the server went down while it was made")
-            else:
-                end = end or InstanceEnd(Cause.NODE_LOST, "it was gone when the server came back")
+            elif end is None:
+                end = InstanceEnd(Cause.NODE_LOST, "it was gone when the server came back")
+            # Where there is an end it was made, and its caller may have it: that it runs goes on record a moment later.
             sandbox.record = replace(
                 record, state=next_state(record.state, Event.GONE), cause=end.cause, message=end.message
             )

@@ -25,6 +25,7 @@ from dsec.errors import Conflict, DsecError, InvalidRequest, SandboxLost
 from dsec.journal.records import BatchRecord, Journal, Record
 from dsec.journal.state_dir import StateDir
 from dsec.ports import Backend, Clock
+from dsec.spec.causes import Cause
 from dsec.spec.ids import EPOCH_MASK, SandboxId, decode_id, encode_id
 from dsec.spec.sandbox import SandboxSpec, State
 
@@ -198,34 +199,48 @@ class Naming:
 
     # --- keys ---
 
+    def _failed(self, sandbox_id: str) -> bool:
+        """Its creation failed, or an earlier edge went down over it: the key named no sandbox yet."""
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        record = self._journal.get(sandbox_id) if sandbox is None else sandbox.record
+        return record is not None and record.cause is Cause.CREATE_FAILED
+
     async def _open_batch(self, specs: Sequence[SandboxSpec], project: str, key: str) -> tuple[BatchRecord, bool]:
-        """The batch of this key: on record before anything of it exists. Also: whether it was made for this
-        request, so that nothing of it can exist yet."""
+        """The batch of this key: on record before anything of it exists. Whoever comes again with the key gets the same
+        ids, but new ones in place of those that could not be made. Also: whether the batch was made for this request,
+        so that nothing of it can exist yet."""
         if not 1 <= len(key) <= _MAX_KEY:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY} characters")
         wanted = _digest(specs)
         opening = self._opening.get((project, key))
+        found: BatchRecord | None = None
         if opening is not None:
             batch, durable = opening
         else:
             found = self._journal.batch(project, key)
             if found is not None:
                 _same(found, wanted, key)
-                return found, False
             batch = BatchRecord(
                 project=project,
                 key=key,
                 digest=wanted,
-                ids=[self._new_id(backend_for_ids(spec, self._backends)) for spec in specs],
-                created_at=self._clock.now(),
+                ids=[
+                    self._new_id(backend_for_ids(spec, self._backends))
+                    if found is None or self._failed(found.ids[index])
+                    else found.ids[index]
+                    for index, spec in enumerate(specs)
+                ],
+                created_at=self._clock.now() if found is None else found.created_at,
             )
-            durable = self._journal.put_batch(batch)
+            if batch == found:
+                return batch, False
+            durable = self._journal.put_batch(batch) if found is None else self._journal.replace_batch(batch)
             quiet(durable)
             self._opening[project, key] = (batch, durable)
             durable.add_done_callback(lambda _: self._opening.pop((project, key), None))
         _same(batch, wanted, key)
         await asyncio.shield(durable)
-        return batch, opening is None
+        return batch, opening is None and found is None
 
 
 def backend_for_ids(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from dsec.errors import DsecError, Internal
+from dsec.errors import DsecError, Internal, InvalidRequest, QuotaExceeded
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
 from dsec.spec.operations import EndKind, OpEnd, Stage
@@ -58,7 +58,8 @@ def met_no_limit(end: OpEnd) -> bool:
 def status_of(end: OpEnd, before: Usage, after: Usage, asked: Asked, signalled: int) -> ExecStatus:
     """`signalled`: bit n set where the caller sent signal n.
 
-    Raises `Internal` where the platform could not start the command.
+    Raises `Internal` where the platform could not start the command, `InvalidRequest` or `QuotaExceeded` where the
+    guest refused it.
     """
     exit_code, signal, cause, message = _what(end, asked, signalled)
     if cause in (Cause.EXITED, Cause.SIGNALED) and exit_code != 0:
@@ -125,6 +126,10 @@ def _start_failed(end: OpEnd, asked: Asked) -> tuple[int, int | None, Cause, str
         return _NOT_RUNNABLE, None, Cause.PIDS_LIMIT, "the sandbox is at its limit of processes (pids)"
     if end.stage in (Stage.FORK, Stage.CGROUP) and end.code == errno.ENOMEM:
         return _NOT_RUNNABLE, None, Cause.MEMORY_LIMIT, "the sandbox has no memory left to start a process"
+    if end.stage is Stage.REQUEST and end.code == errno.EAGAIN:
+        raise QuotaExceeded(end.message)
+    if end.stage is Stage.REQUEST and end.code == errno.EINVAL:
+        raise InvalidRequest(end.message)
     raise _platform_failed(end, reason)
 
 

@@ -193,6 +193,13 @@ class Journal:
             (batch.project, batch.key, batch.digest, _encode(batch.ids).decode(), batch.created_at),
         )
 
+    def replace_batch(self, batch: BatchRecord) -> asyncio.Future[None]:
+        """The same for one that is on record: it has other ids now."""
+        return self._writer.execute(
+            "update batches set ids = ? where project = ? and key = ?",
+            (_encode(batch.ids).decode(), batch.project, batch.key),
+        )
+
     # --- upkeep ---
 
     def _checkpoint(self) -> None:

@@ -191,8 +191,10 @@ _ENV_NAME = re.compile(r"[^=\0]+")
 def invalid_exec(spec: ExecSpec) -> str | None:
     """Why the kernel could never run this, or None: what the type alone doesn't say (NUL bytes, sizes)."""
     strings = [*spec.argv, *(f"{k}={v}" for k, v in spec.env.items())]
-    if any("\0" in s for s in strings) or "\0" in (spec.cwd or ""):
-        return "argv, env and cwd cannot hold NUL bytes"
+    if any("\0" in s for s in (*strings, spec.cwd or "", spec.user or "")):
+        return "argv, env, cwd and user cannot hold NUL bytes"
+    if "" in (spec.cwd, spec.user):
+        return "cwd and user cannot be empty; leave them out for the sandbox's own"
     if not spec.argv[0]:
         return "argv[0] is empty"
     if not all(_ENV_NAME.fullmatch(k) for k in spec.env):

@@ -88,6 +88,8 @@ class ContainerBackend:
         self._views: set[str] = set()
         self._zygote: ZygoteClient | None = None
         self._epoch = 0
+        self._fresh = False
+        """The zygote was started by this object: what ran in an earlier one is gone."""
         self._removed = 0
         self._restart: asyncio.Task[None] | None = None
 
@@ -122,6 +124,8 @@ class ContainerBackend:
         for sandbox_id in state.live:
             self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
         found: dict[str, ContainerInstance | InstanceEnd] = {}
+        if self._fresh:
+            found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the zygote was gone when the server came back"))
         for sandbox_id, handle in alive.items():
             try:
                 found[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
@@ -149,6 +153,7 @@ class ContainerBackend:
                 await client.shutdown()
                 raise Unavailable("the zygote was of another version")
         except (Unavailable, FileNotFoundError):
+            self._fresh = True
             await start_zygote(programs / "zygote", programs / "guest", path, unit=f"dsec-zygote-{self.host.run.name}")
             note.write_text(programs.name)
             state = await client.connect(path)
@@ -209,9 +214,7 @@ class ContainerBackend:
             raise
 
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
-        host, zygote = self.host, self._zygote
-        if zygote is None:
-            raise Unavailable("the zygote is being started again")
+        host, zygote = self.host, await self._serving()
         begun = self._clock.monotonic()
         environment = host.environments.get(spec.environment)
         id_base = handle["id_base"]
@@ -260,6 +263,16 @@ class ContainerBackend:
         except CreateFailed:
             self._exits.pop(request.sandbox, None)  # nothing runs, so nothing will end
             raise
+
+    async def _serving(self) -> ZygoteClient:
+        """The zygote, the next one where it has just died."""
+        while self._zygote is None:
+            if self._restart is None:
+                raise Unavailable("no zygote serves")
+            await asyncio.wait([self._restart])
+            if self._restart.cancelled():
+                raise Unavailable("the server is stopping")
+        return self._zygote
 
     async def _serve(
         self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int, *, fresh: bool = False

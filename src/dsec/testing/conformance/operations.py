@@ -90,6 +90,7 @@ class TestOperations:
             await operation.write(b"x", 7)
         await operation.close_stdin()
         assert ok(await collect(operation)) == b"abcdef"
+        assert await operation.write(b"late", 100) == 6, "dropped, and so may what came before it have been"
 
     async def test_started(self, sandboxes: Sandboxes) -> None:
         channel = (await sandboxes.create()).channel
