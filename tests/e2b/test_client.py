@@ -1,0 +1,44 @@
+"""E2B's unmodified client, in both versions, against a real server: each case of its script is a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import clients
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from server_kit import Server, serving
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+SCRIPTS = tuple(sorted(path.name for path in clients.HERE.glob("cases_*.py")))
+CASES = [(script, case) for script in SCRIPTS for case in clients.cases(script)]
+
+
+@pytest.fixture(scope="module")
+def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("e2b") / "state"
+    state.mkdir(mode=0o700)
+    (debian_store.parent / "native").mkdir(exist_ok=True)
+    for name in ("store", "native"):
+        (state / name).symlink_to(debian_store.parent / name)
+    with serving(state) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def outcome(server: Server) -> Callable[[str, str], dict[str, str | None]]:
+    """Runs a script with a version of the client, once."""
+    return cache(lambda script, version: clients.run(script, version, server.url, server.endpoint().api_key))
+
+
+@pytest.mark.parametrize("version", clients.VERSIONS)
+@pytest.mark.parametrize(("script", "case"), CASES, ids=[f"{script[6:-3]}-{case[5:]}" for script, case in CASES])
+def test_case(outcome: Callable[[str, str], dict[str, str | None]], script: str, case: str, version: str) -> None:
+    outcomes = outcome(script, version)
+    assert case in outcomes, "the script didn't come that far"
+    assert outcomes[case] is None, outcomes[case]
