@@ -15,11 +15,13 @@ from dsec.errors import CallerError, DsecError
 
 EXIT_CALLER = 2
 EXIT_PLATFORM = 3
+EXIT_PARTIAL = 4
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 EXIT_CODES = """
-Exit codes: 0 done; 2 the request is at fault; 3 the platform is at fault; 130 interrupted. `run` and `exec` pass the
-command's own code on: 128 + signal where it was ended by one, 126 or 127 where it could not be started.
+Exit codes: 0 done; 2 the request is at fault; 3 the platform is at fault; 4 `cp` left something out; 130 interrupted;
+141 nobody reads the output. `run`, `exec`, `shell` and `attach` pass the command's own code on: 128 + signal where it
+was ended by one, 126 or 127 where it could not be started.
 """
 
 
