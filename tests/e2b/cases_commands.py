@@ -95,12 +95,12 @@ def case_users(box):
     assert box.commands.run("id -un; pwd; echo $HOME $USER").stdout == "root\n/root\n/root root\n"
     assert box.commands.run("id -un", user="nobody").stdout == "nobody\n"
     assert box.commands.run("id -un", user="user").stdout == "root\n"  # nobody of that name inside yet
-    box.commands.run("echo user:x:1234:1234::/home/user:/bin/bash >> /etc/passwd; echo user:x:1234: >> /etc/group")
-    box.commands.run("install -d -o 1234 -g 1234 /home/user")
+    box.commands.run("echo user:x:1234:1234::/srv/user:/bin/bash >> /etc/passwd; echo user:x:1234: >> /etc/group")
+    box.commands.run("install -d -o 1234 -g 1234 /srv/user")
     time.sleep(1.1)  # users inside are looked up again after a second
-    assert box.commands.run("id -un; pwd", user="user").stdout == "user\n/home/user\n"
+    assert box.commands.run("id -un; pwd", user="user").stdout == "user\n/srv/user\n"
     box.files.write("mine.txt", "x", user="user")
-    assert box.files.get_info("/home/user/mine.txt").owner == "user"
+    assert box.files.get_info("/srv/user/mine.txt").owner == "user"
     raises(SandboxException, lambda: box.commands.run("true", user="ghost"), "ghost")
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import clients
 import pytest
 
+from dsec.bench import e2b_client
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from server_kit import Server, serving
 
@@ -42,3 +44,15 @@ def test_case(outcome: Callable[[str, str], dict[str, str | None]], script: str,
     outcomes = outcome(script, version)
     assert case in outcomes, "the script didn't come that far"
     assert outcomes[case] is None, outcomes[case]
+
+
+@pytest.mark.parametrize("version", clients.VERSIONS)
+async def test_the_benchmark_times_it(server: Server, version: str) -> None:
+    package = e2b_client.find(clients.package(version))
+    assert package is not None
+    async with server.client() as client:
+        sandbox = await client.create("debian")
+        times = await e2b_client.run_times(package, server.endpoint(), sandbox.id, 3)
+        await sandbox.kill()
+    assert len(times) == 3
+    assert all(time > 0 for time in times)

@@ -1,8 +1,9 @@
 """Commands in sandboxes that run, through SDK and HTTP: latency and rate of `/bin/true` without a shell, output,
 upload.
 
-Starts a server of its own and stops it. Peak memory is that of each process during the transfers. Exit code 1 where
-something failed.
+Where E2B's package is at hand, `e2b_extra_ms` is by how much the median of its `commands.run("true")`, a login shell,
+is above ours. Starts a server of its own and stops it. Peak memory is that of each process during the transfers. Exit
+code 1 where something failed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from msgspec import Struct
 
-from dsec.bench import load, meter
+from dsec.bench import e2b_client, load, meter
 from dsec.bench.output import say, write_result
 from dsec.bench.rounds import percentile
 from dsec.rollout.server import LocalServer, default_state, run
+from dsec.sdk._config import FILE_NAME, Endpoint
 from dsec.spec.sandbox import GIB, SandboxSpec
 
 MB = 1_000_000
@@ -33,6 +36,7 @@ class Plan(Struct, frozen=True):
     at_once: int
     output_mb: int
     upload_mb: int
+    e2b: Path | None = None
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,6 +49,7 @@ class Plan(Struct, frozen=True):
     "--output-mb", type=click.IntRange(1, 10_000), default=100, show_default=True, help="One command's output."
 )
 @click.option("--upload-mb", type=click.IntRange(1, 10_000), default=500, show_default=True, help="An uploaded file.")
+@click.option("--e2b", type=click.Path(path_type=Path), help="Directory with E2B's package, where it isn't found.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(state: Path | None, as_json: bool, **fields: Any) -> int:
@@ -71,6 +76,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
             await load.exec_times(first, min(50, plan.alone))
             times = await load.exec_times(first, plan.alone)
             say(f"one at a time: p50 {percentile(times, 50):.2f} ms, p99 {percentile(times, 99):.2f} ms")
+            e2b_times = await _e2b_times(plan, state, first.id)
             turn = await load.exec_parallel(sandboxes, plan.parallel, plan.at_once)
             say(f"{plan.at_once} at once: {turn.rate:.0f}/s, {turn.failures} failed")
             watched = {"server": server.pid, "client": os.getpid(), **_holders(state)}
@@ -93,6 +99,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         "exec_p50_ms": round(percentile(times, 50), 3),
         "exec_p99_ms": round(percentile(times, 99), 3),
         "exec_per_s": round(turn.rate, 1),
+        "e2b_extra_ms": round(percentile(e2b_times, 50) - percentile(times, 50), 3) if e2b_times else None,
         **{name: round(speed, 1) for name, speed in speeds.items()},
         "peak_mib": {name: round(kib / 1024, 1) for name, kib in peaks.items()},
         "peak_growth_mib": {name: round((kib - before[name]) / 1024, 1) for name, kib in peaks.items()},
@@ -101,6 +108,17 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         "at_once": plan.at_once,
         "sandboxes": plan.sandboxes,
     }
+
+
+async def _e2b_times(plan: Plan, state: Path, sandbox_id: str) -> list[float]:
+    package = e2b_client.find(plan.e2b)
+    if package is None:
+        say("E2B's package isn't here: not measured")
+        return []
+    endpoint = msgspec.json.decode((state / FILE_NAME).read_bytes(), type=Endpoint)
+    times = await e2b_client.run_times(package, endpoint, sandbox_id, min(200, plan.alone))
+    say(f"E2B's client: p50 {percentile(times, 50):.2f} ms")
+    return times
 
 
 def _holders(state: Path) -> dict[str, int]:
