@@ -116,7 +116,7 @@ enum dsec_kind {
     DSEC_REMOVE = 6,       /* PATH; FF_RECURSIVE */
     DSEC_MKDIR = 7,        /* PATH, MODE; FF_PARENTS (then an existing directory is no error) */
     DSEC_WATCH = 8,        /* PATH of a directory; FF_RECURSIVE: all below it too, as it comes and goes -> event records on stdout, first
-                              'b' when it watches. Ends with exit code 0 after PATH itself was removed or moved away; start_failed with
+                              'b' when it watches. Ends with exit code 0 after 'r' of PATH itself: it doesn't lead there any more; start_failed with
                               ENOSPC above DSEC_MAX_WATCHES directories, or whatever it cannot go on after */
     DSEC_CONNECT = 9,      /* PORT: TCP at 127.0.0.1, then ::1; or PATH: a unix socket. stdin to it, from it to stdout; the end of stdin
                               closes that direction alone. Records on stderr: 'c' when it is connected; 'e' and the u64 number of bytes on
@@ -161,7 +161,7 @@ enum dsec_exec_flag {
                               write afterwards is read and dropped */
     EF_MERGE = 4,          /* stderr into stdout */
     EF_PTY = 8,            /* on a terminal of its own, as the leader of its session: all output is stdout, STDIN is what is typed, its end
-                              types the terminal's end-of-file character where it takes lines. The terminal is hung up when the
+                              types the terminal's end-of-file character. The terminal is hung up when the
                               leader has ended and its output was read. Needs Z_PTS */
 };
 enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };

@@ -155,6 +155,8 @@ static void answer_state(struct op *op) {
     dsec_put_u64(&writer, TAG_STDOUT_END, op->out.ring.end);
     dsec_put_u64(&writer, TAG_STDERR_BASE, op->err.ring.base);
     dsec_put_u64(&writer, TAG_STDERR_END, op->err.ring.end);
+    if (op->pty_size) dsec_put_u64(&writer, TAG_PTY_SIZE, op->pty_size);
+    dsec_put_u64(&writer, TAG_AGE_MS, (now_ns() - op->started_ns) / 1000000);
     answer(DSEC_OPSTATE, op->id, payload, writer.used);
 }
 
@@ -302,6 +304,7 @@ static int on_frame(const struct dsec_header *header, uint8_t *payload) {
     case DSEC_STDIN: return on_stdin(header, payload);
     case DSEC_ACK: return op ? op_ack(op, get_u64(payload), get_u64(payload + 8)) : 0;
     case DSEC_SIGNAL: op_signal(op, header->op, get_u32(payload), get_u32(payload + 4)); return 0;
+    case DSEC_RESIZE: op_resize(op, header->op, get_u16(payload), get_u16(payload + 2)); return 0;
     case DSEC_RELEASE:
         if (op) op_release(op);
         return 0;

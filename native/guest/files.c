@@ -192,7 +192,13 @@ static void do_append(const struct request *request) {
     take_input(fd);
 }
 
-static int make_temporary(int dir) {
+bool is_temporary(const char *name, bool *fresh) {
+    if (strncmp(name, ".dsec-", 6) != 0 || strlen(name) != 30 || strspn(name + 7, "0123456789abcdef") != 23) return false;
+    *fresh = name[6] == 'n';
+    return *fresh || name[6] == 'o';
+}
+
+static int make_temporary(int dir, bool fresh) {
     static const char DIGITS[] = "0123456789abcdef";
     uint8_t random[12];
     if (getrandom(random, sizeof random, 0) != (ssize_t)sizeof random) file_fail(errno, "no random numbers");
@@ -201,10 +207,12 @@ static int make_temporary(int dir) {
         temporary[6 + 2 * i] = DIGITS[random[i] >> 4];
         temporary[7 + 2 * i] = DIGITS[random[i] & 15];
     }
+    temporary[6] = fresh ? 'n' : 'o'; /* for whoever watches: see inotify.c */
+    temporary_dir = dir; /* before it is there: a signal may come between */
     int fd = openat(dir, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (fd < 0) file_fail(errno, "cannot make a temporary file in the directory, which an atomic write needs");
-    temporary_dir = dir;
-    return fd;
+    if (fd >= 0) return fd;
+    temporary_dir = -1;
+    file_fail(errno, "cannot make a temporary file in the directory, which an atomic write needs");
 }
 
 static void do_write(const struct request *request) {
@@ -225,7 +233,7 @@ static void do_write(const struct request *request) {
         /* Replacing asks for a writable directory only; a shell's redirection asks for a writable file. */
         if (faccessat(place.dir, place.name, W_OK, AT_EACCESS)) file_fail(errno, "the file is not writable");
     }
-    int fd = make_temporary(place.dir);
+    int fd = make_temporary(place.dir, !exists);
     take_input(fd);
     if (exists && fstat(fd, &made) == 0 && (made.st_uid != old.st_uid || made.st_gid != old.st_gid)) {
         if (fchown(fd, old.st_uid, old.st_gid)) { /* only root can keep the owner */
@@ -302,7 +310,7 @@ static void do_remove(const struct request *request) {
 void file_call(const struct request *request, int report) {
     static void (*const CALLS[])(const struct request *) = {
         [DSEC_READ] = do_read, [DSEC_WRITE] = do_write,   [DSEC_STAT] = do_stat,  [DSEC_LIST] = do_list,
-        [DSEC_MOVE] = do_move, [DSEC_REMOVE] = do_remove, [DSEC_MKDIR] = do_mkdir,
+        [DSEC_MOVE] = do_move, [DSEC_REMOVE] = do_remove, [DSEC_MKDIR] = do_mkdir, [DSEC_WATCH] = watch_tree,
     };
     sigset_t none;
     report_fd = report;
@@ -310,6 +318,7 @@ void file_call(const struct request *request, int report) {
     sigaction(SIGTERM, &terminate, NULL);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    CALLS[request->kind](request);
+    if (request->kind == DSEC_CONNECT) connect_and_pump(request, report);
+    else CALLS[request->kind](request);
     _exit(0);
 }

@@ -9,7 +9,8 @@
  *   cgroup.c   a child cgroup per command: kill, CPU time, removal
  *   ring.c     bounded byte queues, lists
  *   users.c    /etc/passwd and /etc/group
- *   files.c, tree.c  file calls, in a forked child that has become the named user
+ *   terminal.c the terminal of a command that has one
+ *   files.c, tree.c, inotify.c, connect.c  file calls, watching, connections, in a forked child that has become the named user
  *
  * Invariants. One thread. Nothing blocks but epoll_wait: whatever might (paths, users, execve) is done in a forked child. Memory per
  * operation is bounded by the window. Every descriptor is close-on-exec. Structures that an epoll event may name are freed only at
@@ -94,9 +95,9 @@ struct request {
     char *cwd, *user, *path, *path2;
     const uint8_t *key;
     uint32_t key_size;
-    uint64_t flags, file_flags, timeout_ms, output_cap, mode, offset, length, depth, nofile;
+    uint64_t flags, file_flags, timeout_ms, output_cap, mode, offset, length, depth, nofile, pty_size, port;
 };
-#define ENV_ROOM 4
+#define ENV_ROOM 5
 #define SEEN(request, tag) (((request)->seen >> (tag)) & 1)
 
 /* Takes apart `size` bytes at `data`, which are written to (NULs are put in) together with the one byte behind them.
@@ -133,13 +134,14 @@ struct op {
     enum op_state state;
     pid_t pid; /* 0: none */
     uint64_t flags;
+    uint32_t pty_size; /* columns << 16 | rows; 0: it has no terminal. Then out.fd and input are both its master */
     bool started, reaped, killed, released, has_cgroup;
     bool send_state, send_started, send_exit;
     struct stream out, err;
 
     struct source input_source;
     int input; /* write end of its stdin; -1 */
-    bool input_watched, input_eof;
+    bool input_watched, input_eof, input_in_line; /* in_line: the last byte that was written didn't end a line */
     struct ring input_ring;           /* base: written to the process */
     uint64_t input_acked, input_credit; /* input_credit: the edge may send up to this plus the window */
 
@@ -160,6 +162,7 @@ struct op {
 struct op *op_find(uint64_t id);
 void op_start(uint64_t id, uint8_t *data, size_t size);
 void op_signal(struct op *op, uint64_t id, uint32_t signal, uint32_t scope);
+void op_resize(struct op *op, uint64_t id, uint16_t cols, uint16_t rows);
 void op_release(struct op *op);
 void ops_resync(void (*each)(struct op *op)); /* forget what was sent on an earlier channel, call `each` for every operation */
 void ops_reaped(pid_t pid, int status, const struct rusage *usage);
@@ -200,6 +203,15 @@ uint32_t ops_visible(void);
 int spawn(struct op *op, struct request *request, enum dsec_stage *stage);
 _Noreturn void child_fail(int report, enum dsec_stage stage, int error);
 
+/* --- terminal.c ---------------------------------------------------------------------------------------------------------------- */
+
+/* A terminal: op->out.fd and op->input become its master, *slave is for the child. 0 or a negative errno. */
+int terminal_make(struct op *op, uint64_t size, int *slave);
+uint32_t terminal_size(uint32_t before, uint64_t cols, uint64_t rows); /* bounded; 0 is as before */
+int terminal_resize(const struct op *op);
+bool terminal_type_end(struct op *op); /* false: again when the input takes more */
+int terminal_take(uid_t owner);        /* in the child, the leader of a new session, whose stdin it is */
+
 /* --- cgroup.c ------------------------------------------------------------------------------------------------------------------ */
 
 int cgroup_make(uint64_t op);                /* an open directory, or a negative errno */
@@ -224,7 +236,7 @@ struct identity {
 int user_resolve(const char *spec, struct identity *identity); /* spec NULL: root; blocking: for the child */
 int user_become(const struct identity *identity);
 
-/* --- files.c, tree.c ----------------------------------------------------------------------------------------------------------- */
+/* --- files.c, tree.c, inotify.c, connect.c ------------------------------------------------------------------------------------------------------- */
 
 struct place { /* a directory and a name in it */
     int dir;
@@ -232,12 +244,16 @@ struct place { /* a directory and a name in it */
 };
 _Noreturn void file_call(const struct request *request, int report);
 _Noreturn void file_fail(int error, const char *what);
+void watch_tree(const struct request *request);
+void connect_and_pump(const struct request *request, int report);
+bool is_temporary(const char *name, bool *fresh); /* of a WRITE under way; fresh: its target didn't exist */
 int open_path(int dir, const char *path, uint64_t flags); /* a descriptor; ends the call where it fails */
 void refuse_procfs(int fd);
 bool is_procfs(int fd);
 void place_of(const char *path, struct place *place);
 void put_all(int fd, const void *data, size_t size);
 void tree_entry(int dir, const char *name, const char *shown, size_t shown_size);
+void tree_emit(const void *data, size_t size);
 void tree_flush(void);
 void tree_list(int dir, uint64_t depth);
 void tree_remove(int dir, const char *name);

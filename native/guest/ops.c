@@ -120,6 +120,7 @@ static void report_read(struct op *op) {
         op->state = OP_RUNNING;
         op->started = op->send_started = true;
         channel_notify(op);
+        input_ready(&op->input_source, 0); /* a terminal's input has waited for this */
     }
     drop(&op->report);
 }
@@ -257,7 +258,7 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
     guest.highest_op = id;
     op->id = id;
     op->kind = request.kind;
-    op->flags = request.flags | (request.kind == DSEC_WRITE ? EF_STDIN : 0);
+    op->flags = request.flags | (request.kind == DSEC_WRITE || request.kind == DSEC_CONNECT || request.flags & EF_PTY ? EF_STDIN : 0);
     op->output_cap = SEEN(&request, TAG_OUTPUT_CAP) ? request.output_cap : UINT64_MAX;
     op->key_size = request.key_size;
     if (request.key_size) memcpy(op->key, request.key, request.key_size);
@@ -314,6 +315,20 @@ void op_signal(struct op *op, uint64_t id, uint32_t signal, uint32_t scope) {
         error = -errno;
     }
     if (error) channel_refuse(id, error, "there is no such process");
+}
+
+void op_resize(struct op *op, uint64_t id, uint16_t cols, uint16_t rows) {
+    if (!op || op->state == OP_ENDED) {
+        channel_refuse(id, -ESRCH, "there is no such process");
+        return;
+    }
+    if (!op->pty_size) {
+        channel_refuse(id, -ENOTTY, "the operation has no terminal");
+        return;
+    }
+    op->pty_size = terminal_size(op->pty_size, cols, rows);
+    int error = terminal_resize(op);
+    if (error) channel_refuse(id, error, "the terminal is gone");
 }
 
 void op_release(struct op *op) {

@@ -10,12 +10,14 @@ struct limit { /* numbers that are refused above it */
     uint64_t most;
 };
 static const struct limit LIMITS[] = {
-    {TAG_KIND, DSEC_MKDIR},
-    {TAG_FLAGS, EF_STDIN | EF_KILL_LEFTOVERS | EF_MERGE},
+    {TAG_KIND, DSEC_CONNECT},
+    {TAG_FLAGS, EF_STDIN | EF_KILL_LEFTOVERS | EF_MERGE | EF_PTY},
     {TAG_FILE_FLAGS, FF_PARENTS | FF_RECURSIVE | FF_FOLLOW | FF_EXCL | FF_APPEND},
     {TAG_MODE, 07777},
     {TAG_OFFSET, INT64_MAX},
     {TAG_NOFILE, 1u << 30},
+    {TAG_PTY_SIZE, UINT32_MAX},
+    {TAG_PORT, UINT16_MAX},
 };
 
 static uint64_t *number_of(struct request *request, uint16_t tag) {
@@ -29,6 +31,8 @@ static uint64_t *number_of(struct request *request, uint16_t tag) {
     case TAG_LENGTH: return &request->length;
     case TAG_DEPTH: return &request->depth;
     case TAG_NOFILE: return &request->nofile;
+    case TAG_PTY_SIZE: return &request->pty_size;
+    case TAG_PORT: return &request->port;
     default: return NULL;
     }
 }
@@ -66,7 +70,7 @@ static int count(const uint8_t *data, size_t size, size_t *argc, size_t *envc) {
     int more;
     *argc = *envc = 0;
     while ((more = dsec_next_field(&list, &field)) > 0) {
-        if (field.tag < TAG_KIND || field.tag > TAG_NOFILE) return -EPROTO;
+        if (field.tag < TAG_KIND || field.tag > TAG_PORT) return -EPROTO;
         *argc += field.tag == TAG_ARGV;
         *envc += field.tag == TAG_ENV;
     }
@@ -74,6 +78,8 @@ static int count(const uint8_t *data, size_t size, size_t *argc, size_t *envc) {
 }
 
 static int complete(const struct request *request, const char **why) {
+    *why = "a terminal is a command's";
+    if (request->flags & EF_PTY ? request->kind != DSEC_EXEC : SEEN(request, TAG_PTY_SIZE)) return -EINVAL;
     if (request->kind == DSEC_EXEC) {
         *why = "ARGV is missing or its first is empty";
         if (request->argc == 0 || !*request->argv[0]) return -EINVAL;
@@ -83,6 +89,10 @@ static int complete(const struct request *request, const char **why) {
             if (!equals || equals == request->env[i]) return -EINVAL;
         }
         return 0;
+    }
+    if (request->kind == DSEC_CONNECT) {
+        *why = "one of PORT and PATH, please";
+        return !request->path == !request->port ? -EINVAL : 0;
     }
     *why = "PATH is missing";
     if (!request->path) return -EINVAL;

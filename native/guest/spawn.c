@@ -16,6 +16,7 @@
 #include "guest.h"
 
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+#define DEFAULT_TERM "xterm-256color"
 #define OOM_PREFERENCE 100 /* of a command over its guest, in thousandths */
 
 struct ends { /* the child's ends of the pipes */
@@ -115,15 +116,15 @@ static void take_descriptors(const struct ends *ends) {
 }
 
 /* So that opening /dev/stdout works for users other than root: a pipe belongs to whoever made it. */
-static void own_streams(const struct request *request, const struct identity *identity) {
-    bool pipe = request->kind == DSEC_WRITE || (request->flags & EF_STDIN);
+static void own_streams(uint64_t flags, const struct identity *identity) {
+    bool pipe = flags & EF_STDIN;
     for (int fd = pipe ? 0 : 1; fd < 3; fd++) {
         if (fchown(fd, identity->uid, identity->gid)) {
         }
     }
 }
 
-static _Noreturn void child(struct request *request, const struct ends *ends) {
+static _Noreturn void child(struct request *request, uint64_t flags, const struct ends *ends) {
     static struct identity identity;
     sigset_t none;
     if (ends->cgroup >= 0) {
@@ -135,7 +136,12 @@ static _Noreturn void child(struct request *request, const struct ends *ends) {
     setsid();
     int error = user_resolve(request->user, &identity);
     if (error) child_fail(REPORT, STAGE_USER, -error);
-    if (identity.uid != 0) own_streams(request, &identity);
+    if (flags & EF_PTY) {
+        error = terminal_take(identity.uid);
+        if (error) child_fail(REPORT, STAGE_TERMINAL, -error);
+    } else if (identity.uid != 0) {
+        own_streams(flags, &identity);
+    }
     limit_files(request);
     error = user_become(&identity);
     if (error) child_fail(REPORT, STAGE_USER, -error);
@@ -149,6 +155,7 @@ static _Noreturn void child(struct request *request, const struct ends *ends) {
     env_default(request, "USER", identity.name);
     env_default(request, "LOGNAME", identity.name);
     env_default(request, "PATH", DEFAULT_PATH);
+    if (flags & EF_PTY) env_default(request, "TERM", DEFAULT_TERM);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     child_fail(REPORT, STAGE_EXEC, execute(request->argv, request->env));
@@ -181,7 +188,16 @@ static void close_open(int *fd) {
     *fd = -1;
 }
 
-static int make_streams(struct op *op, struct ends *ends) {
+static int make_streams(struct op *op, const struct request *request, struct ends *ends, enum dsec_stage *stage) {
+    if (op->flags & EF_PTY) {
+        int error = make_pipe(&op->report, &ends->report, false);
+        if (error) return error;
+        *stage = STAGE_TERMINAL;
+        error = terminal_make(op, request->pty_size, &ends->input);
+        ends->output = ends->error = ends->input;
+        if (!error) *stage = STAGE_FORK;
+        return error;
+    }
     int error = make_pipe(&op->out.fd, &ends->output, false);
     if (!error && op->flags & EF_MERGE) ends->error = ends->output;
     if (!error && !(op->flags & EF_MERGE)) error = make_pipe(&op->err.fd, &ends->error, false);
@@ -207,7 +223,7 @@ int spawn(struct op *op, struct request *request, enum dsec_stage *stage) {
     }
     if (!error) {
         *stage = STAGE_FORK;
-        error = make_streams(op, &ends);
+        error = make_streams(op, request, &ends, stage);
     }
     if (!error) {
         pid = fork_into(into_cgroup ? cgroup : -1);
@@ -219,9 +235,10 @@ int spawn(struct op *op, struct request *request, enum dsec_stage *stage) {
     }
     if (pid == 0 && !error) {
         if (!into_cgroup) ends.cgroup = cgroup;
-        child(request, &ends);
+        child(request, op->flags, &ends);
     }
     if (ends.error == ends.output) ends.error = -1;
+    if (ends.output == ends.input) ends.output = -1;
     if (ends.input != guest.null) close_open(&ends.input);
     close_open(&ends.output);
     close_open(&ends.error);

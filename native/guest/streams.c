@@ -10,6 +10,8 @@
 #define TURN_BYTES 65536            /* read from one pipe before the next one has its turn */
 #define TURNS 32                    /* ... and so many of them before the loop looks at everything else */
 
+#define TERMINAL_BYTES 65536        /* more than a terminal can hold of what its leader wrote */
+
 static uint8_t scratch[16384]; /* for what is read to be dropped */
 
 /* --- output ---------------------------------------------------------------------------------------------------------------------- */
@@ -39,6 +41,10 @@ static void stream_close(struct stream *stream) {
 
 void stream_leave(struct stream *stream) {
     if (stream->fd < 0) return;
+    if (stream->op->pty_size) { /* hung up, as whoever closes a window does */
+        stream_close(stream);
+        return;
+    }
     ssize_t got = read(stream->fd, scratch, sizeof scratch);
     struct leftover *leftover = got == 0 ? NULL : malloc(sizeof *leftover);
     if (!leftover) {
@@ -96,7 +102,8 @@ static bool stream_read(struct stream *stream) {
     ring_space(&stream->ring, keep, space);
     space[2] = (struct iovec){scratch, drop};
     ssize_t got = readv(stream->fd, space, 3);
-    if (got < 0 && errno == EAGAIN) {
+    /* EIO: nobody has the terminal open. A leader that lives on may open it again. */
+    if (got < 0 && (errno == EAGAIN || (errno == EIO && op->pty_size && !op->reaped))) {
         stream->readable = false;
         stream->drain = 0; /* somebody else read from the pipe */
         if (stream->ring.base == stream->ring.end) ring_forget(&stream->ring, stream->ring.end);
@@ -151,7 +158,11 @@ bool stream_drained(const struct stream *stream) { return stream->fd < 0 || stre
 
 void stream_begin_drain(struct stream *stream) {
     int bytes = 0;
-    if (stream->fd >= 0) ioctl(stream->fd, FIONREAD, &bytes);
+    if (stream->fd >= 0 && stream->op->pty_size) {
+        bytes = TERMINAL_BYTES; /* part of it is where FIONREAD doesn't look; a read does, so all of it has come at EAGAIN or EIO */
+    } else if (stream->fd >= 0) {
+        ioctl(stream->fd, FIONREAD, &bytes);
+    }
     stream->drain = (uint64_t)bytes;
     if (bytes == 0 || stream->fd < 0) return;
     stream->readable = true;
@@ -167,11 +178,17 @@ void input_close(struct op *op) {
 }
 
 static void input_write(struct op *op) {
+    if (op->pty_size && !op->started && !op->reaped) return; /* a ^C that comes before there is a foreground would be lost */
     while (op->input >= 0 && op->input_ring.base < op->input_ring.end) {
         struct iovec data[2];
         ring_data(&op->input_ring, op->input_ring.base, op->input_ring.end - op->input_ring.base, data);
         ssize_t put = writev(op->input, data, 2);
         if (put > 0) {
+            if (op->pty_size) { /* where the last byte written stands in the ring's two pieces */
+                size_t last = (size_t)put - 1;
+                const uint8_t *bytes = last < data[0].iov_len ? data[0].iov_base : data[1].iov_base;
+                op->input_in_line = bytes[last < data[0].iov_len ? last : last - data[0].iov_len] != '\n';
+            }
             ring_forget(&op->input_ring, op->input_ring.base + (uint64_t)put);
         } else if (put < 0 && errno == EAGAIN) {
             if (!op->input_watched) watch(op->input, &op->input_source, EPOLLOUT);
@@ -181,7 +198,14 @@ static void input_write(struct op *op) {
             input_close(op);
         }
     }
-    if (op->input >= 0 && op->input_eof && op->input_ring.base == op->input_ring.end) input_close(op);
+    if (op->input >= 0 && op->input_eof && op->input_ring.base == op->input_ring.end) {
+        if (!op->pty_size || terminal_type_end(op)) {
+            input_close(op);
+        } else if (!op->input_watched) {
+            watch(op->input, &op->input_source, EPOLLOUT);
+            op->input_watched = true;
+        }
+    }
     channel_notify(op);
 }
 

@@ -23,7 +23,7 @@ void tree_flush(void) {
     out_size = 0;
 }
 
-static void emit(const void *data, size_t size) {
+void tree_emit(const void *data, size_t size) {
     const uint8_t *at = data;
     while (size) {
         if (out_size == sizeof out) tree_flush();
@@ -68,9 +68,9 @@ void tree_entry(int dir, const char *name, const char *shown, size_t shown_size)
     put_u32(entry + 20, (uint32_t)status.st_nlink);
     put_u64(entry + 24, (uint64_t)status.st_size);
     put_u64(entry + 32, (uint64_t)((int64_t)status.st_mtim.tv_sec * (int64_t)NANOSECONDS + status.st_mtim.tv_nsec));
-    emit(entry, sizeof entry);
-    emit(shown, shown_size);
-    emit(target, (size_t)target_size);
+    tree_emit(entry, sizeof entry);
+    tree_emit(shown, shown_size);
+    tree_emit(target, (size_t)target_size);
 }
 
 /* --- levels ------------------------------------------------------------------------------------------------------------------------ */

@@ -274,11 +274,13 @@ static void start(void) {
     uint8_t payload[512];
     struct dsec_writer writer = {payload, sizeof payload, 0, false};
     unsigned what = take();
-    uint64_t kind = what & 8 ? DSEC_WRITE : DSEC_EXEC;
+    static const enum dsec_kind KINDS[] = {DSEC_WRITE, DSEC_CONNECT, DSEC_WATCH, DSEC_READ};
+    uint64_t kind = what & 8 ? KINDS[take() % 4] : DSEC_EXEC;
     if (child_count == MOST) return;
     dsec_put_u64(&writer, TAG_KIND, kind);
     dsec_put_field(&writer, TAG_ARGV, "x", 1);
-    dsec_put_field(&writer, TAG_PATH, "/x", 2);
+    if (kind == DSEC_CONNECT) dsec_put_u64(&writer, TAG_PORT, 1 + take());
+    else dsec_put_field(&writer, TAG_PATH, "/x", 2);
     dsec_put_u64(&writer, TAG_FLAGS, what & 7);
     if (what & 16) dsec_put_u64(&writer, TAG_OUTPUT_CAP, take() * 1024u);
     if (what & 32) dsec_put_u64(&writer, TAG_TIMEOUT_MS, take());
@@ -313,7 +315,7 @@ static void noise(void) {
     for (size_t i = 0; i < size; i++) packet[i] = (uint8_t)take();
     if (size >= DSEC_HEADER_SIZE && take() & 1) { /* a good header before bad contents; START only of numbers that are taken, so that the
                                                      model keeps count */
-        static const uint8_t TYPES[] = {DSEC_START, DSEC_STDIN, DSEC_ACK, DSEC_SIGNAL, DSEC_PING, DSEC_HELLO, DSEC_OUT};
+        static const uint8_t TYPES[] = {DSEC_START, DSEC_STDIN, DSEC_ACK, DSEC_SIGNAL, DSEC_PING, DSEC_HELLO, DSEC_OUT, DSEC_RESIZE};
         uint8_t type = TYPES[take() % sizeof TYPES];
         uint64_t op = type == DSEC_START ? 1 : take() % (child_count + 2);
         if (type == DSEC_START && child_count == 0) return;

@@ -8,6 +8,7 @@
  *   inside.c    the inside: what the cloned child does until it executes the guest
  *   filter.c    the seccomp filter, loaded once, inherited by everything
  *   network.c   the pool of net namespaces
+ *   terminal.c  a sandbox's own devpts, on demand
  *
  * DESCRIPTORS. A child must not pay for the descriptors of its siblings (copying and closing them grows with the number of live
  * sandboxes). So the child is cloned with a shared table and first of all takes a copy of its lowest part, FD_LOW. There live only
@@ -117,6 +118,10 @@ void network_refill_one(void);
 uint64_t now_ns(void);
 /* Move a descriptor above FD_LOW; closes the old one. -errno. */
 int fd_up(int fd);
+
+/* terminal.c: a helper that mounts devpts in the sandbox whose pid 1 this is (not reaped yet). Its pid, or -errno; its exit code is
+ * an errno, 0 for well. */
+pid_t terminal_mount(pid_t pid1);
 
 /* server.c */
 int server_listen(const char *path);

@@ -62,8 +62,9 @@ class Operation(Protocol):
         ...
 
     def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | OpEnd, None]:
-        """Output from the given offsets on, then the end, always last. Any number of readers, each from the start if
-        it likes: nothing that a reader has yet to see is dropped before `release`. Close it (`aclose`) when done early.
+        """Output from the given offsets on (below 0: from the first byte that is still kept), then the end, always
+        last. Any number of readers, each from the start if it likes: nothing that a reader has yet to see is dropped
+        before `release`. Close it (`aclose`) when done early.
 
         Raises `OutcomeUnknown` where the guest died first.
         """
@@ -85,7 +86,7 @@ class Operation(Protocol):
         ...
 
     async def close_stdin(self) -> None:
-        """No more stdin. On a terminal: types its end-of-file character, where it takes lines."""
+        """No more stdin. On a terminal: types its end-of-file character."""
         ...
 
     @property

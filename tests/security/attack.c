@@ -162,6 +162,14 @@ static int do_put(char **argv) {
     return say(fd < 0 ? -1 : write(fd, argv[1], strlen(argv[1])));
 }
 
+/* Make terminals until that fails. */
+static int do_terminals(char **argv) {
+    int count = 0, most = atoi(argv[0]);
+    while (count < most && open("/dev/ptmx", O_RDWR | O_NOCTTY) >= 0) count++;
+    printf("%d %d\n", count, errno);
+    return 0;
+}
+
 /* Create processes until that fails; they live until the parent ends. Prints how many and why it stopped. */
 static int do_forks(char **argv) {
     int count = 0, most = atoi(argv[0]), gate[2];
@@ -327,6 +335,7 @@ int main(int argc, char **argv) {
     if (!strcmp(command, "int80")) return do_int80();
     if (!strcmp(command, "x32")) return do_x32();
     if (!strcmp(command, "trace-child")) return do_trace_child();
+    if (!strcmp(command, "terminals") && argc == 3) return do_terminals(rest);
     if (!strcmp(command, "sleep") && argc == 3) return (int)sleep((unsigned)atoi(rest[0]));
     if (!strcmp(command, "exit") && argc == 3) return atoi(rest[0]);
     fprintf(stderr, "no such command: %s\n", command);

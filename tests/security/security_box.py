@@ -59,7 +59,7 @@ class Result(Struct, frozen=True):
 
     def calls(self) -> list[tuple[int, int]]:
         """What `attack call` printed: (result, errno) for each call."""
-        return [(int(r), int(e)) for r, e in re.findall(r"^(-?\d+) (\d+)$", self.out, re.MULTILINE)]
+        return [(int(r), int(e)) for r, e in re.findall(r"^(-?\d+) (\d+)\r?$", self.out, re.MULTILINE)]
 
 
 class Box:
@@ -126,6 +126,13 @@ class Box:
         out, err = (bytes(s).decode(errors="replace") for s in streams)
         return Result(-end.code if end.kind.name == "SIGNALED" else end.code, out, err, end)
 
+    async def hold_terminal(self) -> GuestOperation:
+        """A program that waits on a terminal, in the background."""
+        request = OpRequest(argv=(b"/bin/attack", b"sleep", b"600"), flags=ExecFlag.PTY)
+        operation = await self.channel.start(request)
+        assert await operation.started() is not None
+        return operation
+
     def begin_upload(self, path: str, user: str) -> int:
         """Start writing a file and leave it unfinished: the pid of the guest's child that waits for more."""
 
@@ -190,6 +197,10 @@ class Nursery:
         """Run a coroutine on the nursery's loop."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result(PATIENCE_S)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """The same without waiting."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _stop_loop(self) -> None:
         self.wait(self._loop.shutdown_default_executor())

@@ -32,7 +32,7 @@ UNIFIED = next(
     (p for p in map(Path, ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")) if (p / "cgroup.procs").exists()), None
 )
 PATIENCE_S = float(os.environ.get("DSEC_TEST_PATIENCE_S", "60"))
-EXEC, READ, WRITE, STAT, LIST, MOVE, REMOVE, MKDIR = range(8)
+EXEC, READ, WRITE, STAT, LIST, MOVE, REMOVE, MKDIR, WATCH, CONNECT = range(10)
 EXITED, SIGNALED, START_FAILED, TIMEOUT, OUTPUT_LIMIT, KILLED = range(6)
 SANITIZER_ENV = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",

@@ -42,16 +42,17 @@ def test_fuzz_guest_core(seed: int) -> None:
 
 
 def random_request(dice: random.Random) -> bytes:
-    fields: list[tuple[Tag, int | bytes]] = [(Tag.KIND, dice.randrange(9))]
+    fields: list[tuple[Tag, int | bytes]] = [(Tag.KIND, dice.randrange(11))]
     choices: list[tuple[Tag, int | bytes]] = [
         (Tag.ARGV, b"/guest"), (Tag.ARGV, dice.randbytes(dice.randrange(20))), (Tag.ENV, b"A=1"),
         (Tag.CWD, dice.choice(NAMES)), (Tag.USER, dice.choice([b"0", b"1000", b"root", b"nobody", b":", b"1:2"])),
         (Tag.TIMEOUT_MS, dice.choice([0, 1, 50, 1 << 60])),
         (Tag.OUTPUT_CAP, dice.choice([0, 10, 1 << 63])), (Tag.KEY, dice.randbytes(dice.choice([0, 1, 128, 129]))),
-        (Tag.FLAGS, dice.randrange(9)), (Tag.PATH, dice.choice(NAMES)), (Tag.PATH2, dice.choice(NAMES)),
+        (Tag.FLAGS, dice.randrange(17)), (Tag.PATH, dice.choice(NAMES)), (Tag.PATH2, dice.choice(NAMES)),
         (Tag.MODE, dice.choice([0o644, 0o7777, 0o10000])), (Tag.OFFSET, dice.choice([0, 5, (1 << 64) - 1])),
         (Tag.LENGTH, dice.choice([0, 7, (1 << 64) - 1])), (Tag.DEPTH, dice.choice([0, 1, (1 << 64) - 1])),
         (Tag.FILE_FLAGS, dice.randrange(33)), (Tag.NOFILE, dice.choice([0, 3, 100, 1 << 30])),
+        (Tag.PTY_SIZE, dice.choice([0, 80 << 16 | 24, 1 << 32])), (Tag.PORT, dice.choice([0, 1, 65535, 65536])),
     ]  # fmt: skip
     fields += dice.sample(choices, dice.randrange(3, len(choices)))
     dice.shuffle(fields)
@@ -60,7 +61,7 @@ def random_request(dice: random.Random) -> bytes:
 
 def random_frame(dice: random.Random, next_op: int) -> bytes:
     op = dice.choice([next_op, dice.randrange(max(1, next_op - 20), next_op + 1)])
-    kind = dice.choice([2, 2, 2, 3, 3, 4, 5, 6, 6, 7])
+    kind = dice.choice([2, 2, 2, 3, 3, 4, 5, 6, 6, 7, 8])
     payload = {
         FrameType.START: lambda: random_request(dice),
         FrameType.STDIN: lambda: (
@@ -70,6 +71,7 @@ def random_frame(dice: random.Random, next_op: int) -> bytes:
         FrameType.SIGNAL: lambda: struct.pack("<II", dice.choice([9, 15, 0, 70]), dice.choice([0, 1, 2, 3])),
         FrameType.RELEASE: lambda: b"",
         FrameType.PING: lambda: dice.randbytes(8),
+        FrameType.RESIZE: lambda: dice.randbytes(4),
     }[FrameType(kind)]()
     flags = dice.choice([0, 0, 0, 1 if kind == FrameType.START else 2 if kind == FrameType.STDIN else 0])
     packet = bytearray(struct.pack("<IBBHQ", len(payload), kind, flags, 0, op) + payload)

@@ -87,6 +87,7 @@ class ContainerBackend:
         self._cpus: dict[str, tuple[int, ...]] = {}
         self._views: set[str] = set()
         self._zygote: ZygoteClient | None = None
+        self._same_version = False
         self._epoch = 0
         self._fresh = False
         """The zygote was started by this object: what ran in an earlier one is gone."""
@@ -158,6 +159,7 @@ class ContainerBackend:
             note.write_text(programs.name)
             state = await client.connect(path)
         self._zygote = client
+        self._same_version = await asyncio.to_thread(note.read_text) == programs.name
         self._epoch = state.epoch & 0xFFFFFF
         return state
 
@@ -293,6 +295,7 @@ class ContainerBackend:
             exited=self._exits[sandbox_id],
             disk_used=self.host.volume.used_bytes,
             disk_limit_bytes=disk_bytes,
+            mount_terminals=self._mount_terminals,
         )
         self._instances[sandbox_id] = instance
         return instance
@@ -305,6 +308,16 @@ class ContainerBackend:
         self.host.views.acquire(handle["cpus"], handle["memory_bytes"])
         self._views.add(sandbox_id)
         return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
+
+    async def _mount_terminals(self, sandbox_id: str) -> None:
+        if self._zygote is None:
+            raise Unavailable("the zygote is being started again")
+        if not self._same_version:  # it would break off over a request that it doesn't know
+            raise Unsupported(
+                "this sandbox is older than the server's last upgrade: terminals can't be made in it",
+                remedy="Create a new sandbox once those of before the upgrade are gone.",
+            )
+        await self._zygote.prepare_terminals(sandbox_id)
 
     # --- ending ---
 

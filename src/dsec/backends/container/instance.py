@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 from dsec.channel import SocketChannel
 from dsec.kernel.cgroups import Slot
 from dsec.ports import InstanceEnd, Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
 
 
 class ContainerInstance:
@@ -22,7 +18,9 @@ class ContainerInstance:
         "_disk_limit_bytes",
         "_disk_used",
         "_end",
+        "_mount_terminals",
         "_sandbox_id",
+        "_terminals",
         "exited",
         "phases_s",
         "pid",
@@ -39,6 +37,7 @@ class ContainerInstance:
         exited: asyncio.Future[int],
         disk_used: Callable[[str], int],
         disk_limit_bytes: int,
+        mount_terminals: Callable[[str], Awaitable[None]],
     ) -> None:
         self._sandbox_id = sandbox_id
         self._channel = channel
@@ -51,6 +50,8 @@ class ContainerInstance:
         """The steps of its making: spawn is the zygote's answer, of which mount, clone and setup are parts."""
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
         self._disk_used = disk_used
+        self._mount_terminals = mount_terminals
+        self._terminals: asyncio.Task[None] | None = None
         self._disk_limit_bytes = disk_limit_bytes
 
     @property
@@ -67,6 +68,16 @@ class ContainerInstance:
     def usage(self) -> Usage:
         return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
 
+    async def prepare_terminal(self) -> None:
+        """As in `ports.TerminalHost`: once, for all who ask meanwhile; what failed is tried again."""
+        task = self._terminals
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._terminals = asyncio.create_task(_call(self._mount_terminals, self._sandbox_id))
+        if not task.done():
+            await asyncio.shield(task)
+        else:
+            task.result()
+
     def note_end(self, end: InstanceEnd) -> None:
         """It is gone by itself."""
         if not self._end.done():
@@ -75,3 +86,7 @@ class ContainerInstance:
     def forget(self) -> None:
         """It is destroyed on purpose: nobody hears of its end any more."""
         self._end.cancel()
+
+
+async def _call(mount: Callable[[str], Awaitable[None]], sandbox_id: str) -> None:
+    await mount(sandbox_id)

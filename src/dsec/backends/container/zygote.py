@@ -222,6 +222,13 @@ class ZygoteClient:
         channel, pidfd = self._take(fds)
         return Spawned(struct.unpack_from("<I", frame.payload)[0], channel, pidfd)
 
+    async def prepare_terminals(self, sandbox: str) -> None:
+        """Mount a devpts of its own in a live sandbox. Idempotent, but one call at a time. Raises `SandboxNotFound`,
+        `Unavailable`."""
+        frame, _ = await self._ask(FrameType.Z_PTS, sandbox.encode())
+        if frame.type is not FrameType.Z_OK:
+            raise self._failure(frame, Unavailable)
+
     async def forget(self, sandbox: str) -> None:
         """Its end is on record: the zygote need not tell it again. Idempotent. Raises `Unavailable` while it runs."""
         frame, _ = await self._ask(FrameType.Z_FORGET, sandbox.encode())
