@@ -116,6 +116,11 @@ class Operation(Protocol):
 class GuestChannel(Protocol):
     """The edge's end of the channel into one sandbox."""
 
+    @property
+    def congested(self) -> bool:
+        """`start` may have to wait; where it is False, `start` gets to its end without a turn of the event loop."""
+        ...
+
     async def start(self, request: OpRequest) -> Operation:
         """Begin an operation; returns once the request is on its way. A failed start is an `OpEnd` of kind
         START_FAILED.

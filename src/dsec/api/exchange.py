@@ -38,6 +38,8 @@ DRAIN_S = 2.0
 along."""
 ABORT_EXTENSION = "dsec.abort"
 """ASGI extension: a function that aborts the connection."""
+WHOLE_EXTENSION = "dsec.whole"
+"""ASGI extension: a function that says whether the request's body has come whole, so that nobody has to wait for it."""
 CORK_EXTENSION = "dsec.cork"
 """ASGI extension: a function that lets the head of an answer wait for the first of its body."""
 
@@ -199,11 +201,17 @@ class Exchange:
                 yield data
 
     async def _next(self) -> Message:
+        whole = self.scope.get("extensions", {}).get(WHOLE_EXTENSION)
         try:
+            if whole is not None and whole():
+                return await self._checked_message()
             async with asyncio.timeout(BODY_IDLE_S):
-                message = await self.next_message()
+                return await self._checked_message()
         except TimeoutError:
             raise InvalidRequest(f"the body stood still for {BODY_IDLE_S:g} s", remedy="send it again") from None
+
+    async def _checked_message(self) -> Message:
+        message = await self.next_message()
         if message["type"] == "http.disconnect":
             raise ClientGone
         return message

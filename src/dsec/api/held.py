@@ -113,20 +113,24 @@ class HeldAnswer:
             self._watcher.cancel()
         if self._late is not None:
             await self._late
-        await self._begin()
+        await self._prepend()
         self._parts.append(part)
         parts, self._parts = self._parts, []
-        await self._exchange.finish(b"".join(parts))
+        body = b"".join(parts)
+        if not self._exchange.began:  # a whole answer with its length is cheaper for both sides than a chunked one
+            length = (b"content-length", b"%d" % len(body))
+            await self._exchange.begin(200, self._media_type, length)
+        await self._exchange.finish(body)
 
-    async def _begin(self) -> None:
+    async def _prepend(self) -> None:
         if self._first is not None:
             self._parts.insert(0, await self._first())
             self._first = None
-        if not self._exchange.began:
-            await self._exchange.begin(200, self._media_type)
 
     async def _send(self) -> None:
-        await self._begin()
+        await self._prepend()
+        if not self._exchange.began:
+            await self._exchange.begin(200, self._media_type)
         if self._parts:
             parts, self._parts, self._size = self._parts, [], 0
             await self._exchange.more(b"".join(parts))

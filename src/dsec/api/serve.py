@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dsec.api.app import Api
-from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION
+from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, WHOLE_EXTENSION
 from dsec.errors import ErrorBody, Unavailable
 
 BACKLOG = 4096
@@ -72,7 +72,15 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         corked = CorkedTransport(transport)
         self.transport = corked  # type: ignore[assignment]
-        self._extensions = {ABORT_EXTENSION: transport.abort, CORK_EXTENSION: corked.cork}
+        self._extensions = {
+            ABORT_EXTENSION: transport.abort,
+            CORK_EXTENSION: corked.cork,
+            WHOLE_EXTENSION: self._body_is_whole,
+        }
+
+    def _body_is_whole(self) -> bool:
+        """A request that waits in the pipeline makes this False for the one before it at worst."""
+        return self.cycle is not None and not self.cycle.more_body
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

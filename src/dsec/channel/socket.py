@@ -117,6 +117,10 @@ class SocketChannel:
 
     # --- GuestChannel ------------------------------------------------------------------------------------------------
 
+    @property
+    def congested(self) -> bool:
+        return self._queued > _QUEUE_HIGH
+
     async def start(self, request: OpRequest) -> GuestOperation:
         """As in `ports.GuestChannel`; a key that is known gives the operation that has it. Raises `InvalidRequest`
         for a request that

@@ -114,7 +114,7 @@ class Commands:
 
     async def exec(self, sandbox: Sandbox, spec: ExecSpec) -> RunningCommand:
         """See `EdgeClient.exec`."""
-        sandbox.running()
+        channel = sandbox.running().channel
         sandbox.active_at = self._clock.monotonic()
         check(spec)
         guest_key = None if spec.key is None else guest_key_of(spec)
@@ -129,16 +129,22 @@ class Commands:
         if guest_key is not None:
             self._make_room(sandbox, table)
             table[guest_key[:HALF_KEY]] = command
+        if channel.congested:
+            await self._start_later(sandbox, command, request)
+        else:  # one step, that no cancellation can cut
+            await self._start(sandbox, command, request)
+        return RunningCommand(self, sandbox, command, attached=False)
+
+    async def _start_later(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
         command.starting = self._tasks.spawn(self._start(sandbox, command, request))
         quiet(command.starting)
         try:
             await asyncio.shield(command.starting)
         except asyncio.CancelledError:
-            if guest_key is None:
+            if command.guest_key is None:
                 command.starting.add_done_callback(lambda _: self._abandon(sandbox, command, (0, 0)))
             raise
         command.starting = None
-        return RunningCommand(self, sandbox, command, attached=False)
 
     async def attach(self, sandbox: Sandbox, key: str) -> RunningCommand:
         """See `EdgeClient.attach`."""

@@ -272,6 +272,10 @@ class RemoteChannel:
         self._live: dict[int, RemoteCommand | RemoteFileCall] = {}
         self._commands: dict[str, RemoteCommand] = {}
 
+    @property
+    def congested(self) -> bool:
+        return True
+
     async def start(self, request: OpRequest) -> Operation:
         if request.kind is not Kind.EXEC:
             call = RemoteFileCall(self, next(self._numbers), request)
