@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dsec.channel.operation import GuestOperation, again
+from dsec.channel.poller import poller
 from dsec.channel.spool import Spool
 from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
 from dsec.ports import Clock
@@ -89,7 +90,8 @@ class SocketChannel:
         self._sweeper: asyncio.Task[None] | None = None
         sock.setblocking(False)
         self._fd = sock.fileno()
-        self._loop.add_reader(self._fd, self._readable)
+        self._poller = poller()
+        self._poller.add(self._fd, self._readable)
 
     @classmethod
     async def open(
@@ -414,7 +416,7 @@ class SocketChannel:
         if self._error is not None:
             return False
         self._error = error
-        self._loop.remove_reader(self._fd)
+        self._poller.remove(self._fd)
         if self._queue:
             self._loop.remove_writer(self._fd)
         self._queue.clear()
