@@ -19,7 +19,7 @@ from dsec.sdk._sync import Client, Run, Sandbox
 from dsec.sdk._sync_inside import Command
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
-from dsec.spec.sandbox import ExecSpec, FileInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
 
 __all__ = [
     "AsyncClient",
@@ -38,6 +38,8 @@ __all__ = [
     "FileInfo",
     "Output",
     "PlatformError",
+    "ProcessInfo",
+    "PtySize",
     "Run",
     "RunResult",
     "Sandbox",

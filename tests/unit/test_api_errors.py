@@ -107,7 +107,7 @@ async def test_unknown_paths(server: Served, method: str, path: str) -> None:
     [
         ("PUT", "/v1/sandboxes"),
         ("PATCH", "/v1/sandboxes/{id}"),
-        ("GET", "/v1/sandboxes/{id}/exec"),
+        ("PUT", "/v1/sandboxes/{id}/exec"),
         ("PUT", "/v1/sandboxes/{id}/exec/key"),
         ("GET", "/v1/sandboxes/{id}/exec/key/signal"),
         ("POST", "/v1/sandboxes/{id}/files"),

@@ -24,6 +24,8 @@ PUBLIC = [
     "FileInfo",
     "Output",
     "PlatformError",
+    "ProcessInfo",
+    "PtySize",
     "Run",
     "RunResult",
     "Sandbox",

@@ -18,7 +18,7 @@ from dsec.api.held import HOLD_S, HeldAnswer
 from dsec.edge.client import EdgeClient, Execution
 from dsec.errors import DsecError, InvalidRequest
 from dsec.spec.operations import Chunk
-from dsec.spec.sandbox import ExecSpec, ExecStatus, Key
+from dsec.spec.sandbox import ExecSpec, ExecStatus, Key, ProcessInfo, PtySize
 from dsec.wire.exec_stream import MEDIA_TYPE, ClientDecoder, ClientKind, ServerKind, encode
 from dsec.wire.frames import ProtocolError
 
@@ -58,8 +58,15 @@ class ReleaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[list[Key], Meta(max_length=1024)]
 
 
+class Processes(Struct, frozen=True):
+    """Answer to a list of commands."""
+
+    processes: list[ProcessInfo]
+
+
 _SPEC = msgspec.json.Decoder(ExecSpec)
 _SIGNAL = msgspec.json.Decoder(SignalRequest)
+_SIZE = msgspec.json.Decoder(PtySize)
 _RELEASE = msgspec.json.Decoder(ReleaseRequest)
 _ENCODER = msgspec.json.Encoder()
 
@@ -109,6 +116,19 @@ async def signal(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> No
     request = x.decode(_SIGNAL, await x.body() or b"{}")
     await edge.signal(sandbox_id, key, request.signal, request.scope)
     await x.empty()
+
+
+async def resize(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
+    """POST .../exec/{key}/resize"""
+    size = x.decode(_SIZE, await x.body())
+    await edge.resize(sandbox_id, key, size.cols, size.rows)
+    await x.empty()
+
+
+async def processes(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
+    """GET .../exec"""
+    x.check_query()
+    await x.answer(200, Processes(edge.processes(sandbox_id)))
 
 
 async def release(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:

@@ -12,13 +12,13 @@ from litestar import Litestar
 from msgspec import Struct
 
 from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, ExecResult
-from dsec.api.exec import ReleaseRequest, SignalRequest, Started, StdinTaken
+from dsec.api.exec import Processes, ReleaseRequest, SignalRequest, Started, StdinTaken
 from dsec.api.files import Listing, Written
 from dsec.edge.client import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.errors import ErrorBody
 from dsec.spec.events import SandboxEvent
-from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, SandboxInfo
+from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, PtySize, SandboxInfo
 from dsec.wire.exec_stream import MEDIA_TYPE
 
 _JSON, _OCTETS, _NDJSON = "application/json", "application/octet-stream", "application/x-ndjson"
@@ -106,6 +106,13 @@ CALLS = (
         summary="Signal a command",
         takes=((_JSON, SignalRequest),),
     ),
+    Call(
+        method="post",
+        path=f"{_ONE}/exec/{{key}}/resize",
+        summary="The size of a command's terminal",
+        takes=((_JSON, PtySize),),
+    ),
+    Call(method="get", path=f"{_ONE}/exec", summary="The running commands", gives=(_JSON, Processes)),
     Call(
         method="get",
         path=f"{_ONE}/files",

@@ -71,7 +71,7 @@ class ExecCalls:
 
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
         self.transport = transport
-        self._path = f"/v1/sandboxes/{sandbox_id}/exec"
+        self.path = f"/v1/sandboxes/{sandbox_id}/exec"
         self._start: tuple[URL, URL] | None = None
         self.done: list[str] = []
         """Keys chosen by this client whose results have arrived."""
@@ -79,12 +79,16 @@ class ExecCalls:
     def start_url(self, patient: bool) -> URL:
         """Of a start. `patient`: the result is wanted, not the output as it comes."""
         if self._start is None:
-            self._start = (self.transport.url(self._path), self.transport.url(self._path, hold_ms=_PATIENCE_MS))
+            self._start = (self.transport.url(self.path), self.transport.url(self.path, hold_ms=_PATIENCE_MS))
         return self._start[patient]
+
+    def interactive_url(self) -> URL:
+        """Of the start of a command that somebody types to: output is not held."""
+        return self.transport.url(self.path, hold_ms=0)
 
     def url(self, key: str, verb: str = "", **query: object) -> URL:
         """Of a call on the command of a key."""
-        return self.transport.url(f"{self._path}/{quote(key, safe='')}{verb}", **query)
+        return self.transport.url(f"{self.path}/{quote(key, safe='')}{verb}", **query)
 
     def take_done(self) -> list[str]:
         """Keys to release with the next request."""
@@ -97,7 +101,7 @@ class ExecCalls:
         self.done.append(key)
         if len(self.done) > _RELEASES_A_REQUEST:  # a burst that no later command follows
             keys, self.done = self.done, []
-            url = self.transport.url(f"{self._path}:release")
+            url = self.transport.url(f"{self.path}:release")
             body = _ENCODER.encode({"keys": keys})
             await self.transport.call("POST", url, type(None), body=body, headers=_JSON)
 
@@ -118,6 +122,7 @@ class AsyncCommand:
         *,
         own_key: bool,
         stdin: bytes | None = None,
+        interactive: bool = False,
         seen: tuple[int, int] = (0, 0),
     ) -> None:
         """Not for callers: use `commands.start` or `attach`."""
@@ -131,6 +136,7 @@ class AsyncCommand:
         """The spec; None: it was started by somebody else."""
         self._own_key = own_key
         self._patient = False
+        self._interactive = interactive
         self._input = stdin
         self._started = False
         self._queue: deque[tuple[ServerKind, bytes]] = deque()
@@ -169,6 +175,18 @@ class AsyncCommand:
     async def close_stdin(self, *, request_timeout_s: float | None = None) -> None:
         """End its stdin. Idempotent."""
         await limited(self._send_stdin(b"", eof=True), request_timeout_s)
+
+    async def resize(self, cols: int, rows: int, *, request_timeout_s: float | None = None) -> None:
+        """The size of its terminal. Raises `InvalidRequest` where it has none; no error where it has ended."""
+        if self._status is None:
+            await self._transport.call(
+                "POST",
+                self._calls.url(self.key, "/resize"),
+                type(None),
+                body=_ENCODER.encode({"cols": cols, "rows": rows}),
+                headers=_JSON,
+                request_timeout_s=request_timeout_s,
+            )
 
     async def kill(
         self, scope: Scope = "all", *, signal: int | None = None, request_timeout_s: float | None = None
@@ -315,7 +333,8 @@ class AsyncCommand:
     async def _connect(self) -> aiohttp.ClientResponse:
         calls, transport = self._calls, self._transport
         if self._started or self._body is None:
-            url = calls.url(self.key, stdout_from=self._seen[0], stderr_from=self._seen[1])
+            hold_ms = 0 if self._interactive else None
+            url = calls.url(self.key, stdout_from=self._seen[0], stderr_from=self._seen[1], hold_ms=hold_ms)
             try:
                 return await transport.open("GET", url, retry=self._retry)
             except NotFound as error:
@@ -325,8 +344,9 @@ class AsyncCommand:
         headers = _JSON if self._input is None else _FRAMES
         body: Body = self._body if self._input is None else _framed(self._body, self._input)
         done = calls.take_done()
-        if not done:
-            url = calls.start_url(self._patient)
+        if not done or self._interactive:
+            calls.done += done
+            url = calls.interactive_url() if self._interactive else calls.start_url(self._patient)
             return await transport.open("POST", url, body=body, headers=headers, retry=self._retry)
         try:
             return await transport.open(

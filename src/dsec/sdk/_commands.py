@@ -11,15 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import Struct
 
 from dsec.errors import InvalidRequest
 from dsec.sdk._command import AsyncCommand, ExecCalls, OnOutput, limited
 from dsec.sdk._results import CommandResult
 from dsec.sdk._transport import Transport
-from dsec.spec.sandbox import ExecSpec
+from dsec.spec.sandbox import ExecSpec, ProcessInfo, PtySize
 
 _SHELL = ("/bin/sh", "-c")
 _ENCODER = msgspec.json.Encoder()
+
+
+class _Processes(Struct, frozen=True):
+    processes: list[ProcessInfo]
 
 
 class AsyncCommands:
@@ -88,12 +93,14 @@ class AsyncCommands:
         output_bytes: int | None = None,
         merge_stderr: bool = False,
         kill_leftovers: bool = False,
+        pty: PtySize | None = None,
         key: str | None = None,
         request_timeout_s: float | None = None,
     ) -> AsyncCommand:
         """Start a command and return a handle once it runs (or failed to start: the result says so).
 
-        `stdin`: keep it open for `write_stdin`. The rest: see `run`; `request_timeout_s` limits the start.
+        `stdin`: keep it open for `write_stdin`. `pty`: run it on a terminal of this size (`resize` changes it): what is
+        written to its stdin is typed, all output is stdout. The rest: see `run`; `request_timeout_s` limits the start.
         """
         spec = ExecSpec(
             argv=argv_of(command),
@@ -105,6 +112,7 @@ class AsyncCommands:
             output_bytes=output_bytes,
             merge_stderr=merge_stderr,
             kill_leftovers=kill_leftovers,
+            pty=pty,
             key=key,
         )
         running = self._command(spec, None)
@@ -112,11 +120,20 @@ class AsyncCommands:
         return running
 
     async def attach(
-        self, key: str, *, stdout_from: int = 0, stderr_from: int = 0, request_timeout_s: float | None = None
+        self,
+        key: str,
+        *,
+        stdout_from: int = 0,
+        stderr_from: int = 0,
+        interactive: bool = False,
+        request_timeout_s: float | None = None,
     ) -> AsyncCommand:
         """The handle of a command that was started under `key`, by this process or another. Its output comes from the
-        given byte offsets on. Raises `NotFound`."""
-        running = AsyncCommand(self._calls, key, None, own_key=True, seen=(stdout_from, stderr_from))
+        given byte offsets on. `interactive`: somebody types to it, output is not held back to be sent together. Raises
+        `NotFound`."""
+        running = AsyncCommand(
+            self._calls, key, None, own_key=True, interactive=interactive, seen=(stdout_from, stderr_from)
+        )
         await limited(running.open(), request_timeout_s, key=key)
         return running
 
@@ -128,6 +145,12 @@ class AsyncCommands:
         """Not for callers: the result of a command with a key of ours has arrived."""
         await self._calls.finished(key)
 
+    async def list(self, *, request_timeout_s: float | None = None) -> list[ProcessInfo]:
+        """The running commands, oldest first, whoever started them."""
+        url = self._calls.transport.url(self._calls.path)
+        answer = await self._calls.transport.call("GET", url, _Processes, request_timeout_s=request_timeout_s)
+        return answer.processes
+
     def _command(self, spec: ExecSpec, stdin: bytes | None) -> AsyncCommand:
         own_key = spec.key is not None
         key = spec.key or self._calls.transport.new_key()
@@ -137,7 +160,7 @@ class AsyncCommands:
             raise InvalidRequest(
                 f"argv, env and cwd are Unicode text here: {error}", remedy="write other bytes to a file and name that"
             ) from None
-        return AsyncCommand(self._calls, key, body, own_key=own_key, stdin=stdin)
+        return AsyncCommand(self._calls, key, body, own_key=own_key, stdin=stdin, interactive=spec.pty is not None)
 
 
 def argv_of(command: str | Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from dsec.sdk._commands import AsyncCommands
 from dsec.sdk._files import AsyncFiles, Content, Path
 from dsec.sdk._portal import Wrapper, call, iterate
 from dsec.sdk._results import CommandResult, Output
-from dsec.spec.sandbox import FileInfo
+from dsec.spec.sandbox import FileInfo, ProcessInfo, PtySize
 
 
 class Command(Wrapper):
@@ -56,6 +56,10 @@ class Command(Wrapper):
     def close_stdin(self, *, request_timeout_s: float | None = None) -> None:
         """End its stdin. Idempotent."""
         return call(self._async.close_stdin(request_timeout_s=request_timeout_s))
+
+    def resize(self, cols: int, rows: int, *, request_timeout_s: float | None = None) -> None:
+        """The size of its terminal. Raises `InvalidRequest` where it has none; no error where it has ended."""
+        return call(self._async.resize(cols, rows, request_timeout_s=request_timeout_s))
 
     def kill(self, scope: Scope = "all", *, signal: int | None = None, request_timeout_s: float | None = None) -> None:
         """End it. `scope` "all": everything that it started, double forks included, by SIGKILL; "group": its process
@@ -149,12 +153,14 @@ class Commands(Wrapper):
         output_bytes: int | None = None,
         merge_stderr: bool = False,
         kill_leftovers: bool = False,
+        pty: PtySize | None = None,
         key: str | None = None,
         request_timeout_s: float | None = None,
     ) -> Command:
         """Start a command and return a handle once it runs (or failed to start: the result says so).
 
-        `stdin`: keep it open for `write_stdin`. The rest: see `run`; `request_timeout_s` limits the start.
+        `stdin`: keep it open for `write_stdin`. `pty`: run it on a terminal of this size (`resize` changes it): what is
+        written to its stdin is typed, all output is stdout. The rest: see `run`; `request_timeout_s` limits the start.
         """
         return Command(
             call(
@@ -168,6 +174,7 @@ class Commands(Wrapper):
                     output_bytes=output_bytes,
                     merge_stderr=merge_stderr,
                     kill_leftovers=kill_leftovers,
+                    pty=pty,
                     key=key,
                     request_timeout_s=request_timeout_s,
                 )
@@ -175,17 +182,32 @@ class Commands(Wrapper):
         )
 
     def attach(
-        self, key: str, *, stdout_from: int = 0, stderr_from: int = 0, request_timeout_s: float | None = None
+        self,
+        key: str,
+        *,
+        stdout_from: int = 0,
+        stderr_from: int = 0,
+        interactive: bool = False,
+        request_timeout_s: float | None = None,
     ) -> Command:
         """The handle of a command that was started under `key`, by this process or another. Its output comes from the
-        given byte offsets on. Raises `NotFound`."""
+        given byte offsets on. `interactive`: somebody types to it, output is not held back to be sent together. Raises
+        `NotFound`."""
         return Command(
             call(
                 self._async.attach(
-                    key, stdout_from=stdout_from, stderr_from=stderr_from, request_timeout_s=request_timeout_s
+                    key,
+                    stdout_from=stdout_from,
+                    stderr_from=stderr_from,
+                    interactive=interactive,
+                    request_timeout_s=request_timeout_s,
                 )
             )
         )
+
+    def list(self, *, request_timeout_s: float | None = None) -> list[ProcessInfo]:
+        """The running commands, oldest first, whoever started them."""
+        return call(self._async.list(request_timeout_s=request_timeout_s))
 
 
 class Files(Wrapper):
