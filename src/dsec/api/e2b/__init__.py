@@ -101,7 +101,7 @@ class E2b:
                 _only(call, "GET", "POST")
                 await (control.list_sandboxes if method == "GET" else control.create)(call, principal)
             case ["sandboxes", "metrics"]:
-                await control.later(call, "logs")
+                await control.later(call, "metrics")
             case ["sandboxes", sandbox_id]:
                 _only(call, "GET", "DELETE")
                 self._edge.authorize(principal, sandbox_id)

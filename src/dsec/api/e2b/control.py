@@ -200,6 +200,7 @@ _LATER = {
     "volumes": "volumes",
     "secrets": "secrets",
     "logs": "logs of a sandbox",
+    "metrics": "metrics of several sandboxes at once",
 }
 
 

@@ -19,6 +19,7 @@ from dsec.api.e2b import rpc
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import RpcError
 from dsec.api.e2b.users import Users
+from dsec.api.held import HOLD_S
 from dsec.edge.client import EdgeClient, Execution
 from dsec.errors import InvalidRequest, NotFound
 from dsec.spec.causes import Cause
@@ -131,6 +132,7 @@ class ProcessService:
             _events(execution, request.process.cmd, started=True),
             _terminal_message if request.pty is not None else _message,
             keepalive=KEEPALIVE,
+            hold_s=HOLD_S if request.pty is None else 0.0,
             deadline_s=None,  # the command's own timeout ends it
         )
 
@@ -146,6 +148,7 @@ class ProcessService:
             _events(execution, "", started=False),
             _terminal_message if terminal else _message,
             keepalive=KEEPALIVE,
+            hold_s=0.0 if terminal else HOLD_S,
             deadline_s=timeout_s,
         )
 
@@ -154,7 +157,7 @@ class ProcessService:
         await rpc.unary(call.x, Empty)
         return {
             "processes": [
-                {"pid": each.pid, "config": {"cmd": each.argv[0] if each.argv else "", "args": each.argv[1:]}}
+                {"pid": each.pid, "config": {"cmd": "".join(each.argv[:1]), "args": each.argv[1:]}}
                 for each in self._edge.processes(sandbox_id)
             ]
         }

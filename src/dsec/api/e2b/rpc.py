@@ -16,7 +16,7 @@ import msgspec
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import RpcError, rpc_error
 from dsec.api.exchange import Exchange
-from dsec.api.held import HeldAnswer
+from dsec.api.held import HOLD_S, HeldAnswer
 from dsec.errors import DsecError, InvalidRequest
 from dsec.wire.connect import STREAM_TYPE, Code, Decoder, encode, encode_end
 from dsec.wire.frames import ProtocolError
@@ -70,11 +70,17 @@ async def messages(x: Exchange) -> AsyncGenerator[bytes]:
 
 
 async def stream(
-    call: Call, events: AsyncGenerator[E], message: Callable[[E], bytes], *, keepalive: bytes, deadline_s: float | None
+    call: Call,
+    events: AsyncGenerator[E],
+    message: Callable[[E], bytes],
+    *,
+    keepalive: bytes,
+    deadline_s: float | None,
+    hold_s: float = HOLD_S,
 ) -> None:
     """Answer with a stream: `message` makes a message's JSON of an event. `deadline_s`: from now, when the stream ends
-    with `deadline_exceeded` (None: never)."""
-    held = HeldAnswer(call.x, MEDIA)
+    with `deadline_exceeded` (None: never). `hold_s`: how long a message may wait for others to leave with it."""
+    held = HeldAnswer(call.x, MEDIA, hold_s=hold_s)
     pulse = _Pulse(held, encode(keepalive), call.keepalive_s())
     async with held, aclosing(events):
         try:
