@@ -130,6 +130,8 @@ def _start_failed(end: OpEnd, asked: Asked) -> tuple[int, int | None, Cause, str
         raise QuotaExceeded(end.message)
     if end.stage is Stage.REQUEST and end.code == errno.EINVAL:
         raise InvalidRequest(end.message)
+    if end.stage is Stage.TERMINAL and end.code == errno.ENOSPC:
+        return _NOT_RUNNABLE, None, Cause.PIDS_LIMIT, "the sandbox has no room for another terminal"
     raise _platform_failed(end, reason)
 
 

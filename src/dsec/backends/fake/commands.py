@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from dsec.backends.fake.files import Directory, File, FileSystem, Node, fail
+from dsec.backends.fake.terminal import Terminal
 from dsec.wire.entries import to_bytes, to_text
 
 PATH = (b"/usr/local/bin", b"/usr/bin", b"/bin")
@@ -40,6 +41,8 @@ class Process(Protocol):
     gid: int
     pid: int
     hostname: bytes
+    ports: set[int]
+    terminal: Terminal | None
 
     async def out(self, data: bytes) -> None: ...
     async def err(self, data: bytes) -> None: ...
@@ -185,6 +188,27 @@ async def _simple(process: Process, words: list[bytes]) -> int:
         process.out = out  # type: ignore[method-assign]
 
 
+async def _stty(process: Process) -> int:
+    """`stty size`."""
+    if process.terminal is None:
+        await process.err(b"stty: 'standard input': Inappropriate ioctl for device\n")
+        return 1
+    await process.out(b"%d %d\n" % (process.terminal.rows, process.terminal.cols))
+    return 0
+
+
+async def _python(process: Process) -> int:
+    """An echo server on the port that is its last argument, whatever program it is given: the suite's own."""
+    port = int(process.argv[-1])
+    process.ports.add(port)
+    try:
+        await process.out(b"ready\n")
+        await asyncio.Event().wait()
+    finally:
+        process.ports.discard(port)
+    return 0
+
+
 COMMANDS: dict[bytes, Command] = {
     b"true": _true,
     b"false": _false,
@@ -200,6 +224,8 @@ COMMANDS: dict[bytes, Command] = {
     b"seq": _seq,
     b"head": _head,
     b"ln": _ln,
+    b"stty": _stty,
+    b"python3": _python,
     b"sh": _sh,
 }
 

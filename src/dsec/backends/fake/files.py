@@ -9,6 +9,10 @@ import errno
 import itertools
 import os
 import time
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
 
 from dsec.spec.sandbox import FileInfo
 from dsec.wire.entries import to_text
@@ -59,11 +63,32 @@ class Symlink(Node):
         self.target = target
 
 
+class Change(Struct, frozen=True):
+    """What happened to an entry."""
+
+    kind: Literal["create", "write", "remove", "rename"]
+    path: bytes
+    directory: bool = False
+    before: bytes | None = None
+
+
 class FileSystem:
     """A tree. Each call names the user that makes it."""
 
     def __init__(self) -> None:
         self.root = Directory()
+        self.listeners: list[Callable[[Change], None]] = []
+
+    def _changed(
+        self,
+        kind: Literal["create", "write", "remove", "rename"],
+        path: bytes,
+        node: Node | None,
+        before: bytes | None = None,
+    ) -> None:
+        change = Change(kind, b"/" + path.strip(b"/"), isinstance(node, Directory), before)
+        for listener in list(self.listeners):
+            listener(change)
 
     # --- paths -------------------------------------------------------------------------------------------------------
 
@@ -146,9 +171,13 @@ class FileSystem:
         if append and isinstance(node, File):
             node.data += data
             node.mtime = time.time()
+            self._changed("write", path, node)
             return
         kept = node.mode if isinstance(node, File) else 0o644
         parent.entries[name] = File(kept if mode is None else mode, uid, gid, data)
+        if node is None:
+            self._changed("create", path, None)
+        self._changed("write", path, None)
 
     def mkdir(self, path: bytes, mode: int | None, uid: int, gid: int, *, parents: bool = False) -> None:
         if parents:
@@ -158,6 +187,7 @@ class FileSystem:
                 parent, name, node = self._walk(at, uid, gid, follow=True)
                 if node is None:
                     self._add(parent, name, Directory(0o755 if mode is None else mode, uid, gid), uid, gid)
+                    self._changed("create", at, parent.entries[name])
                 elif not isinstance(node, Directory):
                     raise fail(errno.ENOTDIR)
             return
@@ -165,12 +195,14 @@ class FileSystem:
         if node is not None:
             raise fail(errno.EEXIST)
         self._add(parent, name, Directory(0o755 if mode is None else mode, uid, gid), uid, gid)
+        self._changed("create", path, parent.entries[name])
 
     def symlink(self, target: bytes, path: bytes, uid: int = 0, gid: int = 0) -> None:
         parent, name, node = self._walk(path, uid, gid, follow=False)
         if node is not None:
             raise fail(errno.EEXIST)
         self._add(parent, name, Symlink(target, uid, gid), uid, gid)
+        self._changed("create", path, None)
 
     def _add(self, parent: Directory, name: bytes, node: Node, uid: int, gid: int) -> None:
         if not parent.allows(uid, gid, 2):
@@ -188,6 +220,7 @@ class FileSystem:
         if name == b".":
             raise fail(errno.EBUSY)
         del parent.entries[name]
+        self._changed("remove", path, node)
 
     def move(self, path: bytes, to: bytes, uid: int, gid: int, *, exclusive: bool = False) -> None:
         parent, name, node = self._walk(path, uid, gid, follow=False)
@@ -207,6 +240,7 @@ class FileSystem:
             raise fail(errno.EACCES)
         del parent.entries[name]
         target.entries[target_name] = node
+        self._changed("rename", to, node, b"/" + path.strip(b"/"))
 
     # --- entries -----------------------------------------------------------------------------------------------------
 

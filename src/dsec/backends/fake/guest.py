@@ -10,38 +10,29 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import select
+import signal
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 
-from dsec.backends.fake import commands
+from dsec.backends.fake import calls, commands
+from dsec.backends.fake.end import GuestEnd
 from dsec.backends.fake.files import FileSystem, fail
-from dsec.spec.operations import EndKind, ExecFlag, FileFlag, Kind, OpEnd, OpRequest, Stage
-from dsec.wire.entries import encode_entry
+from dsec.backends.fake.terminal import Terminal
+from dsec.spec.operations import EndKind, ExecFlag, Kind, OpEnd, OpRequest, Stage
 from dsec.wire.frames import (
     MAX_DATA,
-    MAX_FRAME,
     MAX_OPS,
-    PROTOCOL_VERSION,
     WINDOW,
     Flag,
-    Frame,
     FrameType,
-    ProtocolError,
-    RequestJoiner,
-    decode,
     encode,
 )
-from dsec.wire.messages import OpState, decode_request, encode_exit, encode_opstate
+from dsec.wire.messages import encode_exit
 
 _U64 = struct.Struct("<Q")
-_TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
-_HELLO = struct.Struct("<HHIQ")
-_WELCOME = struct.Struct("<HHIQQ")
 
 
 class StartFailed(Exception):
@@ -78,7 +69,9 @@ class FakeOperation:
         self.input = bytearray()
         self.input_received = 0
         self.input_written = 0
-        self.input_eof = not (request.flags & ExecFlag.STDIN or request.kind is Kind.WRITE)
+        takes = request.flags & (ExecFlag.STDIN | ExecFlag.PTY) or request.kind in (Kind.WRITE, Kind.CONNECT)
+        self.input_eof = not takes
+        self.terminal = Terminal(request.pty_size or 0) if request.flags & ExecFlag.PTY else None
         self.input_changed = asyncio.Event()
         self.began = time.monotonic()
         self.task: asyncio.Task[None] | None = None
@@ -86,11 +79,14 @@ class FakeOperation:
         # the process
         self.fs: FileSystem = guest.fs
         self.hostname = guest.hostname
+        self.ports = guest.ports
         self.argv = list(request.argv)
         self.env: dict[bytes, bytes] = {}
         for pair in request.env:
             name, _, value = pair.partition(b"=")
             self.env[name] = value
+        if self.terminal is not None:
+            self.env.setdefault(b"TERM", b"xterm-256color")
         self.cwd = request.cwd or b"/"
         self.uid = self.gid = 0
 
@@ -100,9 +96,11 @@ class FakeOperation:
         await self._emit(False, data)
 
     async def err(self, data: bytes) -> None:
-        await self._emit(not self.request.flags & ExecFlag.MERGE, data)
+        await self._emit(not self.request.flags & (ExecFlag.MERGE | ExecFlag.PTY), data)
 
     async def _emit(self, stderr: bool, data: bytes) -> None:
+        if self.terminal is not None:
+            data = self._echo() + data.replace(b"\n", b"\r\n")
         cap = self.request.output_cap
         total = self.streams[0].end + self.streams[1].end
         over = cap is not None and total + len(data) > cap
@@ -122,13 +120,37 @@ class FakeOperation:
             self.kill(EndKind.OUTPUT_LIMIT)
             await asyncio.sleep(3600)  # until the cancellation comes
 
+    def _echo(self) -> bytes:
+        echo = b"" if self.terminal is None else bytes(self.terminal.echo)
+        if self.terminal is not None:
+            self.terminal.echo.clear()
+        return echo
+
+    def type_in(self, data: bytes, eof: bool) -> None:
+        """Input of a terminal: taken at once."""
+        terminal = self.terminal
+        assert terminal is not None
+        terminal.typed(data)
+        if eof:
+            terminal.close()
+        self.input += terminal.ready
+        terminal.ready.clear()
+        self.input_eof |= terminal.ended
+        self.input_changed.set()
+        if terminal.interrupted:
+            self.kill(EndKind.SIGNALED, signal.SIGINT)
+
     async def stdin(self) -> bytes:
-        while not self.input and not self.input_eof:
+        while True:
+            if self.terminal is not None and self.terminal.echo:
+                await self._emit(False, b"")
+            if self.input or self.input_eof:
+                break
             self.input_changed.clear()
             await self.input_changed.wait()
         data = bytes(self.input)
         self.input.clear()
-        if data:
+        if data and self.terminal is None:
             self.input_written += len(data)
             self.guest.send(FrameType.STDIN_ACK, self.op, _U64.pack(self.input_written))
         return data
@@ -162,7 +184,7 @@ class FakeOperation:
                 code = await self._command()
             else:
                 self._note_started()
-                await self._file_call()
+                await self._call()
         except StartFailed as failed:
             kind, code, stage = EndKind.START_FAILED, failed.code, failed.stage
         except OSError as error:
@@ -195,35 +217,14 @@ class FakeOperation:
         self.started = True
         self.guest.send(FrameType.STARTED, self.op, _TWO_U32.pack(self.pid, 0))
 
-    async def _file_call(self) -> None:
-        request, fs, uid, gid = self.request, self.fs, self.uid, self.gid
-        path, flags = request.path or b"/", request.file_flags
-        match request.kind:
-            case Kind.READ:
-                data = fs.open_for_reading(path, uid, gid)[request.offset or 0 :]
-                await self.out(data if request.length is None else data[: request.length])
-            case Kind.WRITE:
-                parents, exclusive = bool(flags & FileFlag.PARENTS), bool(flags & FileFlag.EXCLUSIVE)
-                fs.check_write(path, uid, gid, parents=parents, exclusive=exclusive)
-                parts = bytearray()
-                while piece := await self.stdin():
-                    parts += piece
-                self.guest.check_room(len(parts))
-                append = bool(flags & FileFlag.APPEND)
-                fs.write(path, bytes(parts), request.mode, uid, gid, append=append)
-            case Kind.STAT:
-                follow = bool(flags & FileFlag.FOLLOW)
-                await self.out(encode_entry(fs.stat(path, uid, gid, follow=follow)))
-            case Kind.LIST:
-                entries = fs.list(path, request.depth or 1, uid, gid)
-                await self.out(b"".join(map(encode_entry, entries)))
-            case Kind.MOVE:
-                exclusive = bool(flags & FileFlag.EXCLUSIVE)
-                fs.move(path, request.path2 or b"", uid, gid, exclusive=exclusive)
-            case Kind.REMOVE:
-                fs.remove(path, uid, gid, recursive=bool(flags & FileFlag.RECURSIVE))
-            case Kind.MKDIR:
-                fs.mkdir(path, request.mode, uid, gid, parents=bool(flags & FileFlag.PARENTS))
+    async def _call(self) -> None:
+        if self.request.kind is Kind.CONNECT:
+            try:
+                await calls.connection(self)
+            except OSError as error:
+                raise StartFailed(Stage.CONNECT, error.errno or errno.EIO) from None
+        else:
+            await calls.file_call(self)
 
     def _finish(self, kind: EndKind, code: int, stage: Stage) -> None:
         if self.timer is not None:
@@ -255,10 +256,12 @@ class FakeGuest:
         self.cpu_us = 0
         self.operations: dict[int, FakeOperation] = {}
         self.highest = 0
+        self.ports: set[int] = set()
+        """Where a command listens."""
         self.dead = False
         self.on_death: Callable[[], None] = lambda: None
         self._next_pid = 2
-        self._channel: _GuestEnd | None = None
+        self._channel: GuestEnd | None = None
 
     def attach(self, sock: socket.socket) -> None:
         """A fresh channel; the one before is let go, after what it had brought already: between two edges there is
@@ -267,7 +270,7 @@ class FakeGuest:
         if self._channel is not None:
             self._channel.drain()
             self._channel.close()
-        self._channel = _GuestEnd(self, sock)
+        self._channel = GuestEnd(self, sock)
 
     def die(self) -> None:
         """Everything in it ends at once, unannounced. Idempotent."""
@@ -336,163 +339,3 @@ class FakeGuest:
                     piece = stream.held[at : at + MAX_DATA]
                     self.send_output(operation, bool(index), stream.base + at, piece)
             self.send_exit(operation)
-
-
-class _GuestEnd:
-    """The guest's end of one channel."""
-
-    def __init__(self, guest: FakeGuest, sock: socket.socket) -> None:
-        self._guest = guest
-        self._socket = sock
-        self._loop = asyncio.get_running_loop()
-        self._queue: deque[bytes] = deque()
-        self._joiner = RequestJoiner()
-        self._open = True
-        self.synced = False
-        sock.setblocking(False)
-        self._fd = sock.fileno()
-        self._loop.add_reader(self._fd, self._readable)
-
-    def close(self) -> None:
-        if self._open:
-            self._open = self.synced = False
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
-            self._socket.close()
-
-    def send(self, frame: bytes) -> None:
-        if not self._queue:
-            try:
-                self._socket.send(frame)
-                return
-            except BlockingIOError:
-                self._loop.add_writer(self._fd, self._writable)
-            except OSError:
-                return
-        self._queue.append(frame)
-
-    def _writable(self) -> None:
-        while self._queue:
-            try:
-                self._socket.send(self._queue[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._queue.clear()
-                break
-            self._queue.popleft()
-        self._loop.remove_writer(self._fd)
-
-    def drain(self) -> None:
-        """Take what has been sent to us."""
-        while self._open and select.select([self._fd], [], [], 0)[0]:
-            self._readable()
-
-    def _readable(self) -> None:
-        try:
-            packet = self._socket.recv(MAX_FRAME + 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            packet = b""
-        try:
-            if packet:
-                self._take(decode(packet))
-                return
-        except ProtocolError:
-            pass
-        self.close()  # the edge is gone, or speaks nonsense: wait for a fresh channel
-
-    def _take(self, frame: Frame) -> None:
-        guest = self._guest
-        operation = guest.operations.get(frame.op)
-        match frame.type:
-            case FrameType.HELLO:
-                self._welcome(frame.payload)
-            case FrameType.PING:
-                now = time.time_ns()
-                self.send(encode(FrameType.PONG, 0, _TWO_U64.pack(_U64.unpack(frame.payload)[0], now)))
-            case FrameType.START:
-                payload = self._joiner.add(frame)
-                if payload is not None:
-                    self._start(frame.op, payload)
-            case FrameType.RELEASE:
-                if operation is not None:
-                    del guest.operations[frame.op]
-                    operation.kill(EndKind.KILLED)
-            case _ if operation is None:
-                pass  # released, crossed
-            case FrameType.STDIN:
-                self._stdin(operation, frame)
-            case FrameType.ACK:
-                self._ack(operation, _TWO_U64.unpack(frame.payload))
-            case FrameType.SIGNAL:
-                self._signal(operation, *_TWO_U32.unpack(frame.payload))
-            case _:
-                raise ProtocolError(f"{frame.type.name} from an edge")
-
-    def _welcome(self, payload: bytes) -> None:
-        version, _, _, incarnation = _HELLO.unpack(payload)
-        if version != PROTOCOL_VERSION or self.synced:
-            raise ProtocolError("HELLO twice or of another version")
-        guest = self._guest
-        welcome = _WELCOME.pack(PROTOCOL_VERSION, 0, len(guest.operations), incarnation, guest.highest)
-        self.send(encode(FrameType.WELCOME, 0, welcome))
-        for operation in guest.operations.values():
-            stdout, stderr = operation.streams
-            ended = operation.finished is not None
-            state = OpState(
-                kind=operation.request.kind,
-                state=2 if ended else 1 if operation.started else 0,
-                key=operation.request.key,
-                pid=operation.pid if operation.started else 0,
-                stdin_offset=operation.input_received,
-                stdout_base=stdout.base,
-                stdout_end=stdout.end,
-                stderr_base=stderr.base,
-                stderr_end=stderr.end,
-            )
-            self.send(encode(FrameType.OPSTATE, operation.op, encode_opstate(state)))
-        self.send(encode(FrameType.SYNCED))
-        self.synced = True
-        guest.resync()
-
-    def _start(self, op: int, payload: bytes) -> None:
-        try:
-            request = decode_request(payload)
-        except ProtocolError as error:
-            refusal = _TWO_U32.pack(errno.EPROTO, 0) + str(error).encode()
-            self.send(encode(FrameType.REFUSED, op, refusal))
-            return
-        if op in self._guest.operations:
-            raise ProtocolError("START twice")
-        self._guest.start(op, request)
-
-    def _stdin(self, operation: FakeOperation, frame: Frame) -> None:
-        offset = _U64.unpack_from(frame.payload)[0]
-        if offset > operation.input_received:
-            raise ProtocolError("a gap in stdin")
-        data = frame.payload[8 + operation.input_received - offset :]
-        operation.input_received += len(data)
-        if operation.finished is not None:
-            operation.input_written = operation.input_received
-            self.send(encode(FrameType.STDIN_ACK, frame.op, _U64.pack(operation.input_written)))
-            return
-        operation.input += data
-        operation.input_eof |= bool(frame.flags & Flag.EOF)
-        operation.input_changed.set()
-
-    def _ack(self, operation: FakeOperation, offsets: tuple[int, int]) -> None:
-        for stream, offset in zip(operation.streams, offsets, strict=True):
-            if offset > stream.end:
-                raise ProtocolError("ACK of what was never sent")
-            if offset > stream.base:
-                del stream.held[: offset - stream.base]
-                stream.base = offset
-        operation.room.set()
-
-    def _signal(self, operation: FakeOperation, signal: int, scope: int) -> None:
-        if scope == 2:
-            operation.kill(EndKind.KILLED)
-        else:
-            operation.kill(EndKind.SIGNALED, signal)

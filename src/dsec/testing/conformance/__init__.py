@@ -22,6 +22,7 @@ from dsec.testing.conformance.kit import Factory, backend, sandboxes
 from dsec.testing.conformance.lifecycle import TestAdoption, TestLifecycle
 from dsec.testing.conformance.operations import TestOperations
 from dsec.testing.conformance.resync import TestResync
+from dsec.testing.conformance.streams import TestPorts, TestTerminals, TestWatching
 
 __all__ = [
     "Factory",
@@ -30,8 +31,11 @@ __all__ = [
     "TestFiles",
     "TestLifecycle",
     "TestOperations",
+    "TestPorts",
     "TestProcesses",
     "TestResync",
+    "TestTerminals",
+    "TestWatching",
     "backend",
     "sandboxes",
 ]
