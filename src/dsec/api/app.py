@@ -13,13 +13,15 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, control, exec, files, openapi, seeing
+from dsec.api import batch, control, exec, files, openapi, seeing, sessions
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
+from dsec.api.swerex import Swerex
 from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
+from dsec.edge.sessions import Sessions
 from dsec.errors import CallerError, DsecError, Internal, InvalidRequest, NotFound
 
 _SANDBOXES = "/v1/sandboxes/"
@@ -49,6 +51,8 @@ class Api:
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self._e2b = E2b(edge, environments=environments, config=e2b)
+        self._sessions = Sessions(edge)
+        self._swerex = Swerex(edge, self._sessions)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,6 +111,9 @@ class Api:
         elif self._e2b.claims(raw):
             await self._e2b(x, raw)
             return
+        elif self._swerex.claims(raw):
+            await self._swerex(x, raw)
+            return
         elif raw == "/openapi.json":
             _only(x, "GET")
             await x.answer(200, self._openapi)
@@ -150,12 +157,31 @@ class Api:
         if head == "exec":
             await self._command(sandbox_id, tail, x)
             return True
+        if head == "sessions":
+            await self._session(sandbox_id, tail, x)
+            return True
         if head == "files" and tail in _FILES:
             allowed, handler = _FILES[tail]
             _only(x, allowed)
             await handler(edge, sandbox_id, x)
             return True
         return False
+
+    async def _session(self, sandbox_id: str, tail: str, x: Exchange) -> None:
+        quoted, _, verb = tail.partition("/")
+        name = unquote(quoted)
+        if not name and not verb:
+            _only(x, "GET", "POST")
+            await sessions.collection(self._sessions, sandbox_id, x)
+        elif name and not verb:
+            _only(x, "GET", "DELETE")
+            await sessions.one(self._sessions, sandbox_id, name, x)
+        elif name and verb in sessions.VERBS:
+            allowed, handler = sessions.VERBS[verb]
+            _only(x, allowed)
+            await handler(self._sessions, sandbox_id, name, x)
+        else:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
 
     async def _command(self, sandbox_id: str, tail: str, x: Exchange) -> None:
         edge = self._edge

@@ -14,11 +14,20 @@ from msgspec import Struct
 from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, ExecResult
 from dsec.api.exec import Processes, ReleaseRequest, SignalRequest, Started, StdinTaken
 from dsec.api.files import Listing, Written
+from dsec.api.sessions import SessionList
 from dsec.edge.client import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.errors import ErrorBody
 from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, ExecStatus, FileInfo, PtySize, SandboxInfo
+from dsec.spec.sessions import (
+    SessionCommand,
+    SessionInfo,
+    SessionInput,
+    SessionInterrupt,
+    SessionResult,
+    SessionSpec,
+)
 from dsec.wire.exec_stream import MEDIA_TYPE
 
 _JSON, _OCTETS, _NDJSON = "application/json", "application/octet-stream", "application/x-ndjson"
@@ -113,6 +122,43 @@ CALLS = (
         takes=((_JSON, PtySize),),
     ),
     Call(method="get", path=f"{_ONE}/exec", summary="The running commands", gives=(_JSON, Processes)),
+    Call(
+        method="post",
+        path=f"{_ONE}/sessions",
+        summary="Open a shell session, or find the one of this name",
+        takes=((_JSON, SessionSpec),),
+        gives=(_JSON, SessionInfo),
+    ),
+    Call(method="get", path=f"{_ONE}/sessions", summary="Sessions used so far", gives=(_JSON, SessionList)),
+    Call(method="get", path=f"{_ONE}/sessions/{{name}}", summary="One session", gives=(_JSON, SessionInfo)),
+    Call(method="delete", path=f"{_ONE}/sessions/{{name}}", summary="End a session and forget its log"),
+    Call(
+        method="post",
+        path=f"{_ONE}/sessions/{{name}}/run",
+        summary="Run a command in a session's shell and wait for its end",
+        takes=((_JSON, SessionCommand),),
+        gives=(_JSON, SessionResult),
+    ),
+    Call(
+        method="post",
+        path=f"{_ONE}/sessions/{{name}}/input",
+        summary="Type something for the program in the foreground",
+        takes=((_JSON, SessionInput),),
+    ),
+    Call(
+        method="post",
+        path=f"{_ONE}/sessions/{{name}}/interrupt",
+        summary="Stop the command that runs: ^C, then SIGKILL",
+        takes=((_JSON, SessionInterrupt),),
+        gives=(_JSON, SessionInfo),
+    ),
+    Call(
+        method="get",
+        path=f"{_ONE}/sessions/{{name}}/log",
+        summary="A session's output from an offset on; `x-dsec-next-offset` says where to go on",
+        query=("offset", "limit"),
+        gives=(_OCTETS, None),
+    ),
     Call(
         method="get",
         path=f"{_ONE}/files",

@@ -1,0 +1,372 @@
+"""Shell sessions: named bashes on terminals, each one keyed command of its sandbox.
+
+Owns the table of sessions that this edge has met. Invariants: a session's truth is its command's log, so that an edge
+that takes over finds it again by its key; at most one command runs in a session at a time; nothing reads the log while
+nobody waits for anything, so that an idle session costs a few hundred bytes; a session that could not be brought back
+to its prompt is ended and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import cast
+
+from dsec.edge.client import EdgeClient, Execution
+from dsec.edge.shell import MAX_COMMAND_BYTES, Machine, Output, Parser, Run, probe, secret_of, setup
+from dsec.edge.tasks import Tasks, quiet
+from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, Unavailable, Unsupported
+from dsec.spec.causes import Cause
+from dsec.spec.operations import Chunk
+from dsec.spec.sandbox import ExecSpec, ExecStatus, PtySize
+from dsec.spec.sessions import SessionInfo, SessionSpec
+
+READY_S = 30.0
+QUIET_S = 0.1
+"""A log that gave nothing for so long has been read to its end."""
+LOG_BYTES = 1 << 30
+"""A session's output in all; beyond it the session is ended."""
+LIFE_S = 365 * 86400.0
+HEAD_BYTES = 64 << 10
+"""The shell is ready within so much of its log."""
+_KEY = "dsec.session/"
+_SHELL = ["bash", "--noprofile", "--norc", "--noediting", "-i"]
+_INTERRUPT = b"\x03"
+_SWEEP = 1024
+_KILL = """IFS= read -r line < "/proc/$1/stat" || exit 4
+set -- "$1" ${line##*) }
+[ "$7" = "$1" ] && exit 3
+kill -9 -- "-$7"
+"""
+"""Ends what is in the foreground of the terminal of a shell ($1, its process): exit code 3: the shell itself is."""
+
+
+class Session:
+    """One session. Made by `Sessions`."""
+
+    def __init__(self, name: str, execution: Execution, secret: str, user: str | None = None) -> None:
+        self.name = name
+        self.user = user
+        self.execution = execution
+        self.machine = Machine(secret)
+        self.status: ExecStatus | None = None
+        """How its shell ended."""
+        self.failure: DsecError | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._waiting = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None
+
+    @property
+    def busy(self) -> bool:
+        return self.machine.current is not None and not self.ended
+
+    def info(self) -> SessionInfo:
+        status = self.status
+        return SessionInfo(
+            name=self.name,
+            busy=self.busy,
+            ended=self.ended,
+            exit_code=status.exit_code if status is not None and status.cause is Cause.EXITED else None,
+            log_bytes=self.machine.size,
+        )
+
+    async def until(self, done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Read the log until `done`, or until the shell has ended; False: the time passed first. Any number of callers
+        at once.
+
+        Raises what reading the log raises.
+        """
+        self._waiting += 1
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(self._read())
+            quiet(self._reader)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (done() or self.ended):
+                    if self.failure is not None:
+                        raise self.failure
+                    await self._change()
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._reader is not None:
+                self._reader.cancel()
+                self._reader = None
+        return True
+
+    async def catch_up(self) -> None:
+        """Read what the log holds by now."""
+        size = -1
+        while size != self.machine.size and not self.ended:
+            size = self.machine.size
+            await self.until(lambda: False, QUIET_S)
+
+    async def type(self, data: bytes) -> None:
+        """Send to the terminal. Raises what `Execution.write_stdin` raises."""
+        await self.execution.write_stdin(data)
+
+    async def _read(self) -> None:
+        try:
+            events = cast("AsyncGenerator[Chunk | ExecStatus]", self.execution.events(self.machine.size))
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, ExecStatus):
+                        self.status = event
+                    elif not event.stderr:
+                        self.machine.feed(event.data)
+                    self._wake()
+        except DsecError as error:
+            self.failure = error
+            self._wake()
+
+    async def _change(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Sessions:
+    """The sessions of an edge's sandboxes."""
+
+    def __init__(self, edge: EdgeClient) -> None:
+        self._edge = edge
+        self._known: dict[tuple[str, str], Session] = {}
+        self._opening: dict[tuple[str, str], asyncio.Lock] = {}
+        self._tasks = Tasks()
+        self._sweep_at = _SWEEP
+
+    async def open(self, sandbox_id: str, spec: SessionSpec) -> tuple[Session, bool]:
+        """A session of this name, and whether it was there already. One whose shell has ended is replaced.
+
+        Raises `Unsupported` where the image has no bash, `InvalidRequest` for a user or directory that can't be,
+        `Conflict` where a session of the name was opened with another spec, and what `EdgeClient.exec` raises.
+        """
+        at = (sandbox_id, spec.name)
+        async with self._opening.setdefault(at, asyncio.Lock()):
+            try:
+                return await asyncio.shield(self._tasks.spawn(self._open(sandbox_id, spec)))
+            finally:
+                self._opening.pop(at, None)
+
+    async def _open(self, sandbox_id: str, spec: SessionSpec) -> tuple[Session, bool]:
+        exec_spec = ExecSpec(
+            argv=_SHELL,
+            env={"TERM": "dumb", **spec.env},
+            cwd=spec.cwd,
+            user=spec.user,
+            pty=PtySize(),
+            command_timeout_s=LIFE_S,
+            output_bytes=LOG_BYTES,
+            key=_KEY + spec.name,
+        )
+        execution = await self._edge.exec(sandbox_id, exec_spec)
+        if execution.attached:
+            session = await self._adopt(sandbox_id, spec.name, execution)
+            if session is not None and not session.ended:
+                return session, True
+            await self.close(sandbox_id, spec.name)
+            execution = await self._edge.exec(sandbox_id, exec_spec)
+        session = Session(spec.name, execution, secrets.token_hex(16), spec.user)
+        try:
+            await session.type(setup(session.machine.secret))
+            ready = await session.until(lambda: session.machine.ready, READY_S)
+            if session.status is not None:
+                raise _no_shell(session.status)
+            if not ready:
+                raise Unavailable("the session's shell didn't get ready", remedy="Is the sandbox short of CPU?")
+        except BaseException:
+            await self._edge.release(sandbox_id, execution.key)
+            raise
+        self._remember(sandbox_id, session)
+        return session, False
+
+    async def get(self, sandbox_id: str, name: str) -> Session:
+        """The session of a name, also one that an earlier edge opened. Raises `NotFound`."""
+        known = self._known.get((sandbox_id, name))
+        if known is not None and known.failure is None:
+            return known
+        try:
+            execution = await self._edge.attach(sandbox_id, _KEY + name)
+        except NotFound as error:
+            if type(error) is not NotFound:
+                raise
+            raise _missing(name) from None
+        session = await self._adopt(sandbox_id, name, execution)
+        if session is None:
+            await self.close(sandbox_id, name)
+            raise _missing(name)
+        return session
+
+    def list(self, sandbox_id: str) -> list[SessionInfo]:
+        """The sessions that were used since this edge began."""
+        return [session.info() for (owner, _), session in self._known.items() if owner == sandbox_id]
+
+    async def start(self, session: Session, command: str, *, key: str | None = None, room: int) -> tuple[Run, bool]:
+        """Begin a command; also says whether the key was known. Raises `Conflict` where one runs, or the shell has
+        ended; `InvalidRequest`."""
+        data = command.encode("utf-8", "surrogateescape")
+        if b"\0" in data or len(data) > MAX_COMMAND_BYTES:
+            raise InvalidRequest(
+                f"a command has no NUL bytes and at most {MAX_COMMAND_BYTES} bytes",
+                remedy="Write a longer one to a file and run that.",
+            )
+        run = hashlib.sha256(key.encode()).hexdigest()[:16] if key is not None else secrets.token_hex(8)
+        known = session.machine.runs.get(run)
+        if known is not None:
+            return known, True
+        if session.ended:
+            raise Conflict(
+                f"the shell of session {session.name!r} has ended",
+                remedy="Open the session again for a fresh shell.",
+                session_ended=True,
+            )
+        if session.busy:
+            raise Conflict(
+                f"a command runs in session {session.name!r}",
+                remedy="Wait for it, interrupt it, or use another session.",
+                session_busy=True,
+            )
+        typed = session.machine.begin(run, data, room)
+        begun = session.machine.runs[run]
+        await asyncio.shield(self._tasks.spawn(session.type(typed)))
+        return begun, False
+
+    async def stop(self, sandbox_id: str, session: Session, run: Run, grace_s: float) -> None:
+        """End a command: ^C, then SIGKILL for what is in the foreground, and where that doesn't bring the prompt back
+        either, the session as a whole."""
+
+        def done() -> bool:
+            return run.done
+
+        if not done():
+            await session.type(_INTERRUPT)
+        if await session.until(done, grace_s):
+            return
+        for _ in range(3):
+            killed = await self._kill_foreground(sandbox_id, session)
+            if not killed:
+                await session.type(_INTERRUPT + probe(session.machine.secret, run.run))
+            if await session.until(done, max(grace_s, 1.0)):
+                return
+        await self.end(sandbox_id, session)
+
+    async def end(self, sandbox_id: str, session: Session) -> None:
+        """Kill the session's shell with everything that it started; its log stays until it is closed."""
+        if not session.ended:
+            await self._edge.signal(sandbox_id, session.execution.key, 9, "all")
+            await session.until(lambda: False, READY_S)
+
+    async def close(self, sandbox_id: str, name: str) -> None:
+        """End a session and forget its log. Idempotent."""
+        self._known.pop((sandbox_id, name), None)
+        await self._edge.release(sandbox_id, _KEY + name)
+
+    async def log(self, session: Session, offset: int, limit: int) -> tuple[bytes, int]:
+        """The session's output from an offset of its log on, without marks, and the offset to go on from. Waits for
+        nothing: no bytes and the same offset mean that there is nothing more by now."""
+        parser = Parser(session.machine.secret, offset)
+        output = bytearray()
+        size = 0
+        events = cast("AsyncGenerator[Chunk | ExecStatus]", session.execution.events(offset))
+        async with aclosing(events):
+            while size < limit:
+                try:
+                    async with asyncio.timeout(QUIET_S):
+                        event = await anext(events)
+                except TimeoutError:
+                    break
+                if isinstance(event, ExecStatus):
+                    break
+                data = event.data[: limit - size]
+                size += len(data)
+                for item in parser.feed(data):
+                    if isinstance(item, Output):
+                        output += item.data
+        return bytes(output), parser.passed
+
+    async def close_all(self) -> None:
+        """Let go of everything; the shells go on."""
+        await self._tasks.close()
+
+    # --- inside ---
+
+    async def _adopt(self, sandbox_id: str, name: str, execution: Execution) -> Session | None:
+        """The session whose shell this is; None: its shell never got ready."""
+        known = self._known.get((sandbox_id, name))
+        if known is not None and known.failure is None:
+            return known
+        head = bytearray()
+        events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(0))
+        secret = None
+        async with aclosing(events):
+            try:
+                async with asyncio.timeout(READY_S):
+                    while secret is None and len(head) < HEAD_BYTES:
+                        event = await anext(events)
+                        if isinstance(event, ExecStatus):
+                            break
+                        head += event.data
+                        secret = secret_of(bytes(head))
+            except TimeoutError:
+                pass
+        if secret is None:
+            return None
+        session = Session(name, execution, secret)
+        await session.catch_up()
+        self._remember(sandbox_id, session)
+        return session
+
+    async def _kill_foreground(self, sandbox_id: str, session: Session) -> bool:
+        """SIGKILL to the process group in the terminal's foreground; False: there is none but the shell's own."""
+        pid = await session.execution.started()
+        spec = ExecSpec(argv=["bash", "-c", _KILL, "bash", str(pid)], command_timeout_s=10.0, user=session.user)
+        execution = await self._edge.exec(sandbox_id, spec)
+        async for event in execution.events():
+            if isinstance(event, ExecStatus):
+                return event.exit_code == 0
+        return False
+
+    def _remember(self, sandbox_id: str, session: Session) -> None:
+        self._known[sandbox_id, session.name] = session
+        if len(self._known) > self._sweep_at:
+            for at in list(self._known):
+                try:
+                    live = self._edge.get(at[0]).ended_at is None
+                except NotFound:
+                    live = False
+                if not live:
+                    del self._known[at]
+            self._sweep_at = max(_SWEEP, 2 * len(self._known))
+
+
+def _missing(name: str) -> NotFound:
+    return NotFound(f"there is no session {name!r} in the sandbox", remedy="Open it first.")
+
+
+def _no_shell(status: ExecStatus) -> DsecError:
+    if status.exit_code == 127:
+        return Unsupported(
+            f"a session needs bash, which this image hasn't got: {status.message}",
+            remedy="Use an environment with bash, or run commands one at a time.",
+        )
+    return InvalidRequest(
+        f"the session's shell could not start: {status.message or f'it ended with {status.exit_code}'}"
+    )

@@ -1,0 +1,263 @@
+"""What the stock SWE-ReX client does against a server: each case is run by name in that client's own virtual
+environment, `python cases.py CASE HOST TOKEN`, and fails by an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from swerex.deployment.remote import RemoteDeployment
+from swerex.exceptions import (
+    BashIncorrectSyntaxError,
+    CommandTimeoutError,
+    NonZeroExitCodeError,
+    SessionDoesNotExistError,
+    SessionExistsError,
+    SwerexException,
+)
+from swerex.runtime.abstract import (
+    BashAction,
+    BashInterruptAction,
+    CloseBashSessionRequest,
+    Command,
+    CreateBashSessionRequest,
+    ReadFileRequest,
+    UploadRequest,
+    WriteFileRequest,
+)
+from swerex.runtime.remote import RemoteRuntime
+
+Case = Callable[[RemoteRuntime], Awaitable[None]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+async def opened(runtime: RemoteRuntime, name: str = "default") -> None:
+    response = await runtime.create_session(CreateBashSessionRequest(session=name))
+    assert response.session_type == "bash"
+
+
+@case
+async def alive(runtime: RemoteRuntime) -> None:
+    assert await runtime.is_alive(timeout=10)
+    await runtime.wait_until_alive(timeout=10)
+    wrong = RemoteRuntime(auth_token="wrong", host=runtime._config.host, timeout=10)
+    answer = await wrong.is_alive()
+    assert not answer
+    assert "401" in answer.message
+
+
+@case
+async def state_is_kept(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    assert (await runtime.run_in_session(BashAction(command="cd /tmp; export A='x y'; b() { echo f; }"))).exit_code == 0
+    result = await runtime.run_in_session(BashAction(command='pwd; echo "$A"; b'))
+    assert result.output == "/tmp\nx y\nf\n"
+    assert result.exit_code == 0
+    assert result.expect_string == "SHELLPS1PREFIX"
+
+
+@case
+async def several_sessions(runtime: RemoteRuntime) -> None:
+    await opened(runtime, "one")
+    await opened(runtime, "two")
+    await runtime.run_in_session(BashAction(command="V=1", session="one"))
+    for name, expected in (("one", "1\n"), ("two", "\n")):
+        assert (await runtime.run_in_session(BashAction(command="echo $V", session=name))).output == expected
+
+
+@case
+async def session_errors(runtime: RemoteRuntime) -> None:
+    with pytest.raises(SessionDoesNotExistError):
+        await runtime.run_in_session(BashAction(command="true", session="nope"))
+    with pytest.raises(SessionDoesNotExistError):
+        await runtime.close_session(CloseBashSessionRequest(session="nope"))
+    await opened(runtime)
+    with pytest.raises(SessionExistsError):
+        await opened(runtime)
+    await runtime.close_session(CloseBashSessionRequest())
+    with pytest.raises(SessionDoesNotExistError):
+        await runtime.run_in_session(BashAction(command="true"))
+    await opened(runtime)
+
+
+@case
+async def exit_codes(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    with pytest.raises(NonZeroExitCodeError, match=r"told: .*exit code 3"):
+        await runtime.run_in_session(BashAction(command="(exit 3)", error_msg="told"))
+    assert (await runtime.run_in_session(BashAction(command="(exit 4)", check="silent"))).exit_code == 4
+    assert (await runtime.run_in_session(BashAction(command="(exit 5)", check="ignore"))).exit_code is None
+    assert (await runtime.run_in_session(BashAction(command="nosuchprogram", check="silent"))).exit_code == 127
+
+
+@case
+async def output_is_whole(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+
+    async def out(command: str) -> str:
+        return (await runtime.run_in_session(BashAction(command=command))).output
+
+    assert await out("printf 'no newline'") == "no newline"
+    assert await out("echo a\necho b") == "a\nb\n"
+    assert await out("cat <<'EOF'\n$x `y` \"z\" '\nEOF") == '$x `y` "z" \'\n'
+    assert await out("# only a comment\n") == ""
+    assert await out("echo é; echo '!!'") == "é\n!!\n"
+    assert await out("echo EXITCODESTART7EXITCODEEND SHELLPS1PREFIX") == "EXITCODESTART7EXITCODEEND SHELLPS1PREFIX\n"
+    assert await out("PS1='mine> ' PS2='more> '; echo x") == "x\n"
+    assert await out("for i in 1 2; do\n  echo $i\ndone") == "1\n2\n"
+    assert len(await out("head -c 3000000 /dev/zero | tr '\\0' x")) == 3_000_000
+    assert await out("printf '\\377'") == "\\xff"
+    assert await out("echo err >&2") == "err\n"
+
+
+@case
+async def syntax_errors(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    with pytest.raises(BashIncorrectSyntaxError) as caught:
+        await runtime.run_in_session(BashAction(command="echo 'unfinished"))
+    assert "unexpected EOF" in caught.value.extra_info["bash_stderr"]
+    assert (await runtime.run_in_session(BashAction(command="echo on"))).output == "on\n"
+
+
+@case
+async def timeout_and_interrupt(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    with pytest.raises(CommandTimeoutError):
+        await runtime.run_in_session(BashAction(command="echo begun; sleep 1000; echo next", timeout=0.5))
+    with pytest.raises(SwerexException, match="interrupt it first"):
+        await runtime.run_in_session(BashAction(command="echo no"))
+    result = await runtime.run_in_session(BashInterruptAction(timeout=5))
+    assert "begun" in result.output
+    assert "next" not in result.output
+    assert (await runtime.run_in_session(BashAction(command="echo on"))).output == "on\n"
+
+
+@case
+async def interrupt_of_a_stubborn_one(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    with pytest.raises(CommandTimeoutError):
+        await runtime.run_in_session(BashAction(command="bash -c 'trap \"\" INT TSTP; sleep 1000'", timeout=0.5))
+    await runtime.run_in_session(BashInterruptAction(timeout=0.2, n_retry=2))
+    assert (await runtime.run_in_session(BashAction(command="echo on"))).output == "on\n"
+
+
+@case
+async def interactive_program(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    program = "bash --norc --noediting -i"
+    ask = {"is_interactive_command": True, "timeout": 20}
+    await runtime.run_in_session(BashAction(command="export PS1='ask> '", timeout=20))
+    started = await runtime.run_in_session(BashAction(command=f"PS1='ask> ' {program}", expect=["ask> "], **ask))
+    assert started.expect_string == "ask> "
+    answer = await runtime.run_in_session(BashAction(command="echo $((6 * 7))", expect=["ask> "], **ask))
+    assert answer.output == "42"
+    assert answer.exit_code == 0
+    await runtime.run_in_session(BashAction(command="exit", is_interactive_quit=True, timeout=20))
+    assert (await runtime.run_in_session(BashAction(command="echo on", timeout=20))).output == "on\n"
+
+
+@case
+async def shell_that_exits(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    with pytest.raises(SwerexException, match="exit code 7"):
+        await runtime.run_in_session(BashAction(command="echo bye; exit 7"))
+    with pytest.raises(SwerexException, match="has ended"):
+        await runtime.run_in_session(BashAction(command="echo no"))
+    await opened(runtime)
+    assert (await runtime.run_in_session(BashAction(command="echo on"))).output == "on\n"
+
+
+@case
+async def startup_source(runtime: RemoteRuntime) -> None:
+    await runtime.write_file(WriteFileRequest(path="/tmp/rc", content="PS1='mine> '\nexport FROM_RC=1\necho sourced\n"))
+    response = await runtime.create_session(CreateBashSessionRequest(startup_source=["/tmp/rc"], startup_timeout=10))
+    assert "sourced" in response.output
+    assert (await runtime.run_in_session(BashAction(command="echo $FROM_RC"))).output == "1\n"
+
+
+@case
+async def execute(runtime: RemoteRuntime) -> None:
+    result = await runtime.execute(Command(command=["echo", "a b"]))
+    assert (result.stdout, result.stderr, result.exit_code) == ("a b\n", "", 0)
+    result = await runtime.execute(Command(command="echo o; echo e >&2; exit 3", shell=True))
+    assert (result.stdout, result.stderr, result.exit_code) == ("o\n", "e\n", 3)
+    merged = await runtime.execute(Command(command="echo o; echo e >&2", shell=True, merge_output_streams=True))
+    assert (merged.stdout, merged.stderr) == ("o\ne\n", "")
+    assert (await runtime.execute(Command(command="pwd", shell=True, cwd="/tmp"))).stdout == "/tmp\n"
+    assert (await runtime.execute(Command(command="echo $X", shell=True, env={"X": "1"}))).stdout == "1\n"
+    with pytest.raises(NonZeroExitCodeError, match="told"):
+        await runtime.execute(Command(command="false", check=True, error_msg="told"))
+    with pytest.raises(CommandTimeoutError):
+        await runtime.execute(Command(command=["sleep", "1000"], timeout=0.3))
+    with pytest.raises(FileNotFoundError):
+        await runtime.execute(Command(command="no such program"))
+
+
+@case
+async def files(runtime: RemoteRuntime) -> None:
+    await runtime.write_file(WriteFileRequest(path="/tmp/new/dir/f", content="é\n"))
+    assert (await runtime.read_file(ReadFileRequest(path="/tmp/new/dir/f"))).content == "é\n"
+    assert (await runtime.read_file(ReadFileRequest(path="/tmp/new/dir/f", encoding="latin-1"))).content == "Ã©\n"
+    with pytest.raises(FileNotFoundError):
+        await runtime.read_file(ReadFileRequest(path="/tmp/nope"))
+    with pytest.raises(LookupError):
+        await runtime.read_file(ReadFileRequest(path="/tmp/new/dir/f", encoding="nope"))
+    with pytest.raises(IsADirectoryError):
+        await runtime.read_file(ReadFileRequest(path="/tmp"))
+    await runtime.execute(Command(command="printf '\\377' > /tmp/bytes", shell=True))
+    with pytest.raises(ValueError, match="utf-8"):
+        await runtime.read_file(ReadFileRequest(path="/tmp/bytes"))
+    assert (await runtime.read_file(ReadFileRequest(path="/tmp/bytes", errors="replace"))).content == "\ufffd"
+
+
+@case
+async def uploads(runtime: RemoteRuntime) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        (root / "tree" / "sub").mkdir(parents=True)
+        (root / "tree" / "empty").mkdir()
+        (root / "tree" / "a").write_bytes(bytes(range(256)) * 4096)
+        (root / "tree" / "sub" / "b").write_text("b")
+        await runtime.upload(UploadRequest(source_path=str(root / "tree"), target_path="/up/tree"))
+        await runtime.upload(UploadRequest(source_path=str(root / "tree" / "a"), target_path="/up/one/a"))
+    listed = await runtime.execute(
+        Command(command="cd /up && find . -type f | sort && ls tree && cmp tree/a one/a", shell=True)
+    )
+    assert listed.stdout == "./one/a\n./tree/a\n./tree/sub/b\na\nempty\nsub\n"
+    assert listed.exit_code == 0
+    with pytest.raises(ValueError, match="not a file"):
+        await runtime.upload(UploadRequest(source_path="/no/such/source", target_path="/up/x"))
+
+
+@case
+async def close(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    await runtime.close()
+    with pytest.raises(SessionDoesNotExistError):
+        await runtime.run_in_session(BashAction(command="true"))
+    await opened(runtime)
+
+
+async def main(name: str, host: str, token: str) -> None:
+    address, _, port = host.rpartition(":")
+    if "/" in port:
+        deployment = RemoteDeployment(host=host, auth_token=token, timeout=10)
+    else:
+        deployment = RemoteDeployment(host=address, port=int(port), auth_token=token, timeout=10)
+    await deployment.start()
+    assert await deployment.is_alive()
+    await CASES[name](deployment.runtime)
+    await deployment.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
