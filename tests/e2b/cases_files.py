@@ -49,6 +49,26 @@ def case_odd_names(box):
     assert len(box.files.list("/tmp/odd")) == 6
 
 
+def case_names_that_are_not_text(box):
+    box.commands.run("mkdir /tmp/raw; touch $'/tmp/raw/\\xff\\xfe'; ln -s $'\\xff' /tmp/raw/link")
+    entries = box.files.list("/tmp/raw")
+    assert [(entry.name, entry.symlink_target) for entry in entries] == [("link", "\ufffd"), ("\ufffd\ufffd", None)]
+
+
+def case_users_files_that_are_broken(box):
+    box.commands.run(
+        "printf 'x\\xff:x:77:77::/:/bin/sh\\n::::\\nuser:x\\n' >> /etc/passwd; printf '\\xff' > /etc/group"
+    )
+    box.commands.run("touch /tmp/u; chown 77:77 /tmp/u")
+    time.sleep(1.1)  # users inside are looked up again after a second
+    assert box.commands.run("id -u", user="user").stdout == "0\n"
+    info = box.files.get_info("/tmp/u")
+    assert (info.owner, info.group) == ("x\ufffd", "77")
+    box.commands.run("rm /etc/group; ln -s /dev/zero /etc/group")
+    time.sleep(1.1)
+    assert box.commands.run("id -u", user="user").stdout == "0\n"
+
+
 def case_write_io(box):
     box.files.write("/tmp/b", io.BytesIO(b"bytes" * 1000))
     assert box.files.read("/tmp/b") == "bytes" * 1000
@@ -171,8 +191,8 @@ def case_make_dir(box):
 def case_signed_urls(box):
     box.files.write("/tmp/signed file", "secret")
 
-    def fetch(url, data=None, content_type=None):
-        request = urllib.request.Request(url, data=data, headers={"Host": f"49983-{box.sandbox_id}.sandboxes.test"})
+    def fetch(url, data=None, content_type=None, host=None):
+        request = urllib.request.Request(url, data=data, headers={"Host": host} if host else {})
         if content_type:
             request.add_header("Content-Type", content_type)
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
@@ -186,11 +206,14 @@ def case_signed_urls(box):
         return 200
 
     assert fetch(box.download_url("/tmp/signed file")) == b"secret"
+    host = f"49983-{box.sandbox_id}.sandboxes.test"
+    assert fetch(box.download_url("/tmp/signed file"), host=host) == b"secret"
+    assert status(box.download_url("/tmp/signed file"), host=f"49983-{box.sandbox_id[::-1]}.test") == 401
     assert fetch(box.download_url("/tmp/signed file", use_signature_expiration=60)) == b"secret"
     assert status(box.download_url("/tmp/signed file", use_signature_expiration=-60)) == 401
     assert status(box.download_url("/tmp/signed file").replace("signature=v1_", "signature=v1_x")) == 401
     assert status(box.download_url("/tmp/signed file").replace("signed", "other")) == 401
-    assert status(box.download_url("/tmp/signed file").partition("&signature")[0]) == 401
+    assert status(box.download_url("/tmp/signed file").partition("&signature")[0], host=host) == 401
     url = box.upload_url("/tmp/up", use_signature_expiration=60)
     form = b'--B\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nuploaded\r\n--B--\r\n'
     fetch(url, form, "multipart/form-data; boundary=B")

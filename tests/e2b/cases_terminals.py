@@ -57,6 +57,44 @@ def case_watch_recursive(box):
     raises(InvalidArgumentException, lambda: box.files.watch_dir("/etc/passwd"))
 
 
+def case_watch_what_goes_away(box):
+    box.files.make_dir("/tmp/w/below")
+    watch = box.files.watch_dir("/tmp/w", recursive=True)
+    box.commands.run("touch $'/tmp/w/\\xff'")
+    seen = []
+
+    def has(name):
+        seen.extend(watch.get_new_events())
+        return any(event.name == name for event in seen)
+
+    until(lambda: has("\ufffd"), "a name that is not text")
+    box.files.remove("/tmp/w")
+    until(lambda: has("below"), "the removal")
+    time.sleep(0.2)
+    watch.get_new_events()
+    assert watch.get_new_events() == []
+    watch.stop()
+
+
+def case_many_watchers(box):
+    watchers = []
+    error = None
+    for n in range(1000):
+        box.files.make_dir(f"/tmp/many/{n}")
+        try:
+            watchers.append(box.files.watch_dir(f"/tmp/many/{n}"))
+        except SandboxException as refused:
+            error = refused
+            break
+    assert len(watchers) >= 32
+    assert len(watchers) == 1000 or "watch" in str(error), error
+    box.files.write(f"/tmp/many/{len(watchers) - 1}/a", "x")
+    until(watchers[-1].get_new_events, "an event for the last watcher")
+    for watcher in watchers:
+        watcher.stop()
+    box.files.watch_dir("/tmp/many/0").stop()
+
+
 def case_pty(box):
     seen = bytearray()
     terminal = box.pty.create(PtySize(rows=30, cols=100), envs={"HUE": "green"}, cwd="/tmp")

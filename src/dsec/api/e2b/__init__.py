@@ -1,8 +1,8 @@
 """The E2B face of the API: its REST control plane and its data plane ("envd"), for E2B's own client as it is.
 
 `E2b.claims` says which requests are its; `docs/E2B.md` says what works and what differs. Modules: `call` (who asks, for
-which sandbox), `control` and `models` (REST), `files`, `process`, `filesystem`, `watchers` (data plane), `rpc` (Connect
-over HTTP), `users` (names and homes inside), `errors`, `config`.
+which sandbox), `control` and `models` (REST), `files`, `process`, `filesystem`, `watchers` (data plane), `signatures`
+(URLs), `rpc` (Connect over HTTP), `users` (names and homes inside), `errors`, `config`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.control import Control
 from dsec.api.e2b.filesystem import FilesystemService
 from dsec.api.e2b.process import ProcessService
+from dsec.api.e2b.signatures import Signatures
 from dsec.api.e2b.users import Users
 from dsec.api.e2b.watchers import WatcherService
 from dsec.api.exchange import Exchange
@@ -50,7 +51,8 @@ class E2b:
         config: E2bConfig | None = None,
     ) -> None:
         self._edge = edge
-        self._control = Control(edge, environments, config or E2bConfig())
+        self._signatures = Signatures(edge)
+        self._control = Control(edge, environments, config or E2bConfig(), self._signatures)
         users = Users(edge)
         process = ProcessService(edge, users)
         filesystem = FilesystemService(edge, users)
@@ -139,11 +141,11 @@ class E2b:
     async def _data(self, call: Call, first: str, rest: str) -> None:
         x = call.x
         try:
-            sandbox_id = self._target(call)
             if first == "files":
-                await self._file(call, sandbox_id)
+                await self._file(call)
                 return
-            call.authorize(self._edge, sandbox_id)
+            sandbox_id = self._named(call)
+            self._authorize(call, sandbox_id)
             if first == "health":
                 _only(call, "GET")
                 if self._edge.get(sandbox_id).state is not State.RUNNING:
@@ -155,13 +157,14 @@ class E2b:
             return
         await self._rpc(call, sandbox_id, f"{first}/{rest}")
 
-    async def _file(self, call: Call, sandbox_id: str) -> None:
+    async def _file(self, call: Call) -> None:
         _only(call, "GET", "POST")
         reads = call.method == "GET"
         if call.signed:
-            call.check_signature(self._edge, sandbox_id, "read" if reads else "write")
+            sandbox_id = self._signatures.check(call, "read" if reads else "write", self._target(call))
         else:
-            call.authorize(self._edge, sandbox_id)
+            sandbox_id = self._named(call)
+            self._authorize(call, sandbox_id)
         await (files.download if reads else files.upload)(self._edge, self._users, sandbox_id, call)
 
     async def _rpc(self, call: Call, sandbox_id: str, name: str) -> None:
@@ -181,13 +184,24 @@ class E2b:
         except (DsecError, errors.RpcError) as error:
             await (errors.fail_unary if stream is None else rpc.fail_stream)(x, error)
 
-    def _target(self, call: Call) -> str:
-        target = call.target()
-        if target is None:
+    def _authorize(self, call: Call, sandbox_id: str) -> None:
+        token = call.authorize(self._edge, sandbox_id)
+        if token.startswith(f"dst_{sandbox_id}_~"):
+            self._signatures.saw(sandbox_id, token)
+
+    def _named(self, call: Call) -> str:
+        sandbox_id = self._target(call)
+        if sandbox_id is None:
             raise InvalidRequest(
                 "the request doesn't say which sandbox it is for",
                 remedy="Send E2b-Sandbox-Id, or use the host name 49983-ID.DOMAIN.",
             )
+        return sandbox_id
+
+    def _target(self, call: Call) -> str | None:
+        target = call.target()
+        if target is None:
+            return None
         sandbox_id, port = target
         if port != ENVD_PORT:
             raise errors.not_yet(f"traffic to port {port} of a sandbox")

@@ -23,6 +23,7 @@ from dsec.api.e2b import models
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.errors import not_yet
+from dsec.api.e2b.signatures import Signatures
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import InvalidRequest, NotFound, SandboxNotFound
 from dsec.spec.sandbox import SandboxInfo, State
@@ -47,8 +48,13 @@ class Control:
     """The handlers."""
 
     def __init__(
-        self, edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]], config: E2bConfig
+        self,
+        edge: EdgeClient,
+        environments: Callable[[], Sequence[EnvironmentInfo]],
+        config: E2bConfig,
+        signatures: Signatures,
     ) -> None:
+        self._signatures = signatures
         self._edge = edge
         self._environments = environments
         self._config = config
@@ -64,7 +70,7 @@ class Control:
         info = created.sandbox
         if not models.alive(info):
             raise SandboxNotFound(f"the sandbox of this Idempotency-Key, {info.id}, has ended")
-        await x.answer(201, models.created(info, self._edge.access_token(info.id), self._config))
+        await x.answer(201, models.created(info, self._signatures.token(info.id), self._config))
 
     async def connect(self, call: Call, sandbox_id: str) -> None:
         """POST /v2/sandboxes/{id}/connect: its token again; its end is put off where the timeout is later."""
@@ -73,12 +79,12 @@ class Control:
         info = self._running(sandbox_id)
         if info.expires_at is not None and request.timeout and time.time() + request.timeout > info.expires_at:
             info = await self._edge.renew(sandbox_id, float(request.timeout))
-        await x.answer(200, models.created(info, self._edge.access_token(sandbox_id), self._config))
+        await x.answer(200, models.created(info, self._signatures.token(sandbox_id), self._config))
 
     async def inspect(self, call: Call, sandbox_id: str) -> None:
         """GET /sandboxes/{id}"""
         info = self._running(sandbox_id)
-        await call.x.answer(200, models.detailed(info, self._edge.access_token(sandbox_id), self._config))
+        await call.x.answer(200, models.detailed(info, self._signatures.token(sandbox_id), self._config))
 
     async def kill(self, call: Call, sandbox_id: str) -> None:
         """DELETE /sandboxes/{id}: 404 where it had ended before."""

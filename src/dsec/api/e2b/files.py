@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
+from urllib.parse import quote_from_bytes
 
 from multipart import (  # type: ignore[import-untyped]
     MultipartError,
@@ -40,7 +41,7 @@ async def download(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) 
     content = cast("AsyncGenerator[bytes]", edge.read_file(sandbox_id, path, user=user))
     async with aclosing(content):
         first = await anext(content, b"")
-        await x.begin(200, _OCTETS)
+        await x.begin(200, _OCTETS, (b"content-disposition", b"inline; filename*=UTF-8''" + _name(path)))
         if first:
             await x.more(first)
         async for chunk in content:
@@ -82,6 +83,10 @@ async def upload(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) ->
     else:
         await write(_path(x), body)
     await x.answer(200, written)
+
+
+def _name(path: bytes) -> bytes:
+    return quote_from_bytes(posixpath.basename(path), safe="").encode()
 
 
 def _user(call: Call) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import stat as modes
 from contextlib import suppress
@@ -65,7 +66,7 @@ class FilesystemService:
         depth = min(request.depth or 1, MAX_DEPTH)
         found = await self._edge.list_files(sandbox_id, path, user=user, depth=depth)
         names = await self._users.names(sandbox_id)
-        base = _text(path)
+        base = text_of(path)
         entries = [entry_of(info, posixpath.join(base, info.name), names) for info in found]
         return {"entries": sorted(entries, key=_by_path)}
 
@@ -81,8 +82,8 @@ class FilesystemService:
                 raise
             info = await self._edge.stat_file(sandbox_id, path, user=user, follow=True)
             if info.type == "directory":
-                raise RpcError(Code.ALREADY_EXISTS, f"directory already exists: {_text(path)}") from None
-            raise InvalidRequest(f"the path exists and is no directory: {_text(path)}") from None
+                raise RpcError(Code.ALREADY_EXISTS, f"directory already exists: {text_of(path)}") from None
+            raise InvalidRequest(f"the path exists and is no directory: {text_of(path)}") from None
         return {"entry": await self.entry(sandbox_id, path, user)}
 
     async def move(self, sandbox_id: str, call: Call) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class FilesystemService:
     async def entry(self, sandbox_id: str, path: bytes, user: str | None) -> dict[str, Any]:
         """What the client calls EntryInfo. Raises what a stat raises."""
         info = await self._edge.stat_file(sandbox_id, path, user=user)
-        return entry_of(info, _text(path), await self._users.names(sandbox_id))
+        return entry_of(info, text_of(path), await self._users.names(sandbox_id))
 
     async def _path(self, sandbox_id: str, call: Call, path: str) -> tuple[bytes, str | None]:
         return await self._users.path(sandbox_id, path, call.user())
@@ -116,7 +117,7 @@ class FilesystemService:
 
 def entry_of(info: FileInfo, path: str, names: Names) -> dict[str, Any]:
     """A `FileInfo` as EntryInfo. A name that isn't UTF-8 is shown with replacement characters."""
-    shown = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    shown = text_of(os.fsencode(path))
     entry: dict[str, Any] = {
         "name": posixpath.basename(shown),
         "type": _TYPES.get(info.type, "FILE_TYPE_UNSPECIFIED"),
@@ -129,7 +130,7 @@ def entry_of(info: FileInfo, path: str, names: Names) -> dict[str, Any]:
         "modifiedTime": datetime.fromtimestamp(info.mtime, UTC).isoformat().replace("+00:00", "Z"),
     }
     if info.target is not None:
-        entry["symlinkTarget"] = info.target.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        entry["symlinkTarget"] = text_of(os.fsencode(info.target))
         entry["isSymlink"] = True
     return entry
 
@@ -153,5 +154,6 @@ def _by_path(entry: dict[str, Any]) -> str:
     return str(entry["path"])
 
 
-def _text(path: bytes) -> str:
+def text_of(path: bytes) -> str:
+    """A path as JSON can hold it: what isn't UTF-8 is replaced."""
     return path.decode("utf-8", "replace")

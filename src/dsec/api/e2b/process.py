@@ -7,6 +7,7 @@ goes on when its client goes away; output is passed on as it comes, nothing of i
 from __future__ import annotations
 
 import base64
+import os
 import signal as signals
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from msgspec import Meta, Struct
 from dsec.api.e2b import rpc
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import RpcError
+from dsec.api.e2b.filesystem import text_of
 from dsec.api.e2b.users import Users
 from dsec.api.held import HOLD_S
 from dsec.edge.client import EdgeClient, Execution
@@ -157,8 +159,9 @@ class ProcessService:
         await rpc.unary(call.x, Empty)
         return {
             "processes": [
-                {"pid": each.pid, "config": {"cmd": "".join(each.argv[:1]), "args": each.argv[1:]}}
+                {"pid": each.pid, "config": {"cmd": "".join(argv[:1]), "args": argv[1:]}}
                 for each in self._edge.processes(sandbox_id)
+                for argv in [[text_of(os.fsencode(argument)) for argument in each.argv]]
             ]
         }
 

@@ -115,7 +115,7 @@ class Users:
         content = cast("AsyncGenerator[bytes]", self._edge.read_file(sandbox_id, path, length=_MAX_BYTES))
         try:
             async with aclosing(content):
-                return b"".join([chunk async for chunk in content]).decode("utf-8", "surrogateescape")
+                return b"".join([chunk async for chunk in content]).decode("utf-8", "replace")
         except (FileMissing, FileError, PermissionDenied):
             return ""
 

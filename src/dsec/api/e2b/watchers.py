@@ -8,6 +8,7 @@ sandbox that ended; there are at most `MAX_WATCHERS` in all.
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import secrets
 import time
@@ -21,7 +22,7 @@ from msgspec import Struct
 from dsec.api.e2b import rpc
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import GONE, RpcError
-from dsec.api.e2b.filesystem import FilesystemService
+from dsec.api.e2b.filesystem import FilesystemService, text_of
 from dsec.api.e2b.users import Users
 from dsec.edge.client import EdgeClient, FileWatch
 from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, PermissionDenied
@@ -150,11 +151,11 @@ class WatcherService:
         """Events in the client's terms. Raises `RpcError` where some were lost."""
         async for event in watch:
             for name, kind in _client_events(event):
-                shown: dict[str, Any] = {"name": name, "type": kind}
+                shown: dict[str, Any] = {"name": text_of(os.fsencode(name)), "type": kind}
                 if with_entry:
                     with suppress(FileMissing, FileError, PermissionDenied):
                         shown["entry"] = await self._files.entry(
-                            sandbox_id, posixpath.join(path, name.encode("utf-8", "surrogateescape")), user
+                            sandbox_id, posixpath.join(path, os.fsencode(name)), user
                         )
                 yield shown
 
