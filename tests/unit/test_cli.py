@@ -279,3 +279,115 @@ def test_the_examples_run(cli: Cli, name: str, says: str) -> None:
     assert says in outputs[0]
     assert outputs[0] == outputs[1]
     cli("kill", "--all")
+
+
+def test_events(cli: Cli) -> None:
+    box = cli.sandbox()
+    assert cli("exec", box, "--", "sh", "-c", "exit 3")[0] == 3
+    following = subprocess.Popen(
+        cli.command("events", "-f", box), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=cli.env
+    )
+    assert following.stdout is not None
+    assert json.loads(following.stdout.readline())["type"] == "created"
+    assert cli("kill", box)[0] == 0
+    rest = [json.loads(line) for line in following.stdout.read().splitlines()]
+    following.stdout.close()
+    assert following.wait(30) == 0
+    types = [each["type"] for each in rest]
+    assert types == ["command_started", "first_exec", "command_ended", "ending", "ended"]
+    assert [json.loads(line) for line in cli("events", "--after", "1", box)[1].splitlines()] == rest
+    shown = cli.on_a_terminal("events", box)
+    assert "create_ms=" in shown
+    assert "exit_code=3" in shown
+    assert cli("events", "0" * 24)[0] == 2
+
+
+def test_logs_and_attach(cli: Cli) -> None:
+    box = cli.sandbox()
+
+    async def start() -> None:
+        async with cli.server.client() as client:
+            sandbox = await client.connect(box)
+            command = await sandbox.commands.start(
+                ["sh", "-c", "echo begun; cat; echo bad >&2; exit 5"], key="job", stdin=True
+            )
+            await command.detach()
+
+    cli.call(start())
+    code, out, err = cli("logs", box, "job")
+    assert (code, out) == (0, "begun\n")
+    assert "runs on" in err
+    listed = json.loads(cli("logs", box)[1])
+    assert [(each["key"], each["argv0"], "pid" in each) for each in listed] == [("job", "sh", True)]
+    assert "running" in cli.on_a_terminal("logs", box)
+    assert [each["key"] for each in json.loads(cli("inspect", box)[1])[0]["commands"]] == ["job"]
+    assert cli("attach", box, "job", stdin=b"typed\n") == (5, "begun\ntyped\n", "bad\n")
+    assert cli("logs", "--follow", box, "job") == (5, "begun\ntyped\n", "bad\n")
+    listed = json.loads(cli("logs", box)[1])
+    assert [(each["exit_code"], each["output_bytes"]) for each in listed] == [(5, 16)]
+    assert cli("attach", box, "nothing")[0] == 2
+
+
+def test_an_interrupt_leaves_an_attached_command_running(cli: Cli) -> None:
+    box = cli.sandbox()
+
+    async def start() -> None:
+        async with cli.server.client() as client:
+            sandbox = await client.connect(box)
+            await (await sandbox.commands.start(["sh", "-c", "echo begun; sleep 60"], key="job")).detach()
+
+    cli.call(start())
+    process = subprocess.Popen(
+        cli.command("attach", "--no-stdin", box, "job"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=cli.env
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"left running" in err
+    assert [each["key"] for each in json.loads(cli("inspect", box)[1])[0]["commands"]] == ["job"]
+
+
+def test_inspect(cli: Cli) -> None:
+    box = cli.sandbox()
+    (found,) = json.loads(cli("inspect", box)[1])
+    assert (found["id"], found["spec"]["labels"], found["commands"]) == (box, {"made": "by-test"}, [])
+    assert found["usage"]["memory_bytes"] > 0
+    assert "spec.labels.made" in cli.on_a_terminal("inspect", box)
+    cli("kill", box)
+    (found,) = json.loads(cli("inspect", box)[1])
+    assert (found["state"], found["cause"]) == ("ended", "deleted")
+    assert "usage" not in found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(cli: Cli, shell: str) -> None:
+    code, out, _ = cli("completion", shell)
+    assert code == 0
+    assert "_DSEC_COMPLETE" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("dsec ", "events"), ("dsec events ", "ID"), ("dsec shell ", "base"), ("dsec run ba", "base")],
+)
+def test_completion_knows_verbs_ids_and_environments(cli: Cli, words: str, expected: str) -> None:
+    box = cli.sandbox()
+    env = {"_DSEC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    code, out, _ = cli(env=env)
+    assert code == 0
+    assert (box if expected == "ID" else expected) in {line.partition(",")[2] for line in out.splitlines()}
+
+
+def test_completion_waits_for_nobody(cli: Cli) -> None:
+    env = {"_DSEC_COMPLETE": "bash_complete", "COMP_WORDS": "dsec events ", "COMP_CWORD": "2"}
+    code, out, err = cli(env={**env, "DSEC_URL": "http://127.0.0.1:9"})
+    assert (code, out.strip(), err) == (0, "", "")
+
+
+def test_errors_say_where_to_read_on(cli: Cli) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    err = cli("exec", "0" * 24, "--", "true")[2]
+    assert "docs/errors.md#sandbox_not_found" in err
+    assert "## `sandbox_not_found`" in text

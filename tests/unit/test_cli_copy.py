@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from api_kit import served_in_thread
 from test_cli import Cli
-from test_cli_tar import state
 
 from dsec.cli.copy import Place
+from trees import state_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def plain(root: Path) -> None:
 
 
 def content(root: Path) -> dict[bytes, tuple[object, ...]]:
-    return {name: (kind, mode, data) for name, (kind, mode, _, data) in state(root).items()}
+    return {name: (kind, mode, data) for name, (kind, mode, _, data) in state_of(root).items()}
 
 
 def test_a_tree_both_ways(cli: Cli, tmp_path: Path) -> None:

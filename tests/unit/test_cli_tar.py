@@ -15,6 +15,7 @@ import pytest
 
 from dsec.cli.tarstream import BadArchive, header, pack, shown, walk
 from dsec.cli.unpack import Unpacker
+from trees import state_of
 
 LONG = b"d" * 120 + b"/" + b"f" * 200
 
@@ -39,24 +40,6 @@ def tree(root: Path) -> None:
     long.write_bytes(b"long")
     (root / "sub" / "deep").chmod(0o500)
     os.utime(root / "sub" / "script", (1e9, 1e9))
-
-
-def state(root: Path) -> dict[bytes, tuple[object, ...]]:
-    """All of a tree: types, permissions, times of files, content."""
-    found: dict[bytes, tuple[object, ...]] = {}
-    for directory, names, files in os.walk(os.fsencode(root)):
-        for name in [*names, *files]:
-            path = directory + b"/" + name
-            status = os.lstat(path)
-            kind = stat.S_IFMT(status.st_mode)
-            content: bytes = b""
-            if kind == stat.S_IFLNK:
-                content = os.readlink(path)  # noqa: PTH115 (bytes)
-            elif kind == stat.S_IFREG:
-                content = Path(os.fsdecode(path)).read_bytes()
-            mode = 0 if kind == stat.S_IFLNK else stat.S_IMODE(status.st_mode)
-            found[os.path.relpath(path, os.fsencode(root))] = (kind, mode, int(status.st_mtime), content)
-    return found
 
 
 def packed(root: Path, skip: Callable[[bytes, os.stat_result], bool] = lambda _, __: False) -> bytes:
@@ -84,14 +67,14 @@ def unpack(target: Path, archive: bytes, step: int = 10_007) -> list[str]:
 def test_a_tree_comes_out_as_it_went_in(tmp_path: Path, step: int) -> None:
     tree(tmp_path / "in")
     assert unpack(tmp_path / "out", packed(tmp_path / "in"), step) == []
-    assert state(tmp_path / "out" / "top") == state(tmp_path / "in")
+    assert state_of(tmp_path / "out" / "top") == state_of(tmp_path / "in")
 
 
 def test_the_standard_library_reads_what_is_packed(tmp_path: Path) -> None:
     tree(tmp_path / "in")
     with tarfile.open(fileobj=io.BytesIO(packed(tmp_path / "in")), errorlevel=2, errors="surrogateescape") as archive:
         archive.extractall(tmp_path / "out", filter="fully_trusted")
-    assert state(tmp_path / "out" / "top") == state(tmp_path / "in")
+    assert state_of(tmp_path / "out" / "top") == state_of(tmp_path / "in")
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -102,7 +85,7 @@ def test_what_the_standard_library_packs_is_unpacked(tmp_path: Path, form: int) 
     with tarfile.open(fileobj=data, mode="w", format=form, errors="surrogateescape") as archive:
         archive.add(tmp_path / "in", "./")
     assert unpack(tmp_path / "out", data.getvalue()) == []
-    left, right = state(tmp_path / "out"), state(tmp_path / "in")
+    left, right = state_of(tmp_path / "out"), state_of(tmp_path / "in")
     assert {name: entry[:2] + entry[3:] for name, entry in left.items()} == {
         name: entry[:2] + entry[3:] for name, entry in right.items()
     }
@@ -146,13 +129,13 @@ def test_a_hostile_archive_writes_nothing_outside(tmp_path: Path, members: list[
     (tmp_path / "victim").chmod(0o600)
     (tmp_path / "directory").mkdir(mode=0o700)
     (target / "old").symlink_to(tmp_path / "directory")
-    before = {name: entry for name, entry in state(tmp_path).items() if not name.startswith(b"target/")}
+    before = {name: entry for name, entry in state_of(tmp_path).items() if not name.startswith(b"target/")}
     archive = b"".join(members).replace(b"/{tmp}", os.fsencode(tmp_path)) if b"{tmp}" in b"".join(members) else None
     if archive is not None:  # the head's checksum covers the name: pack it again
         place = os.fsencode(tmp_path)
         archive = b"".join([member(b"a", b"2", link=place), member(b"a/outside", content=b"x"), member(place + b"/o")])
     notes = unpack(target, (archive or b"".join(members)) + END)
-    after = {name: entry for name, entry in state(tmp_path).items() if not name.startswith(b"target/")}
+    after = {name: entry for name, entry in state_of(tmp_path).items() if not name.startswith(b"target/")}
     before.pop(b"target", None)
     after.pop(b"target", None)
     assert after == before
@@ -209,7 +192,7 @@ def test_any_bytes_at_all(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub" / "deep" / "big").unlink()
     archive = packed(tmp_path / "in")
     dice = random.Random(11)
-    outside = state(tmp_path / "in")
+    outside = state_of(tmp_path / "in")
     for number in range(300):
         damaged = bytearray(archive)
         for _ in range(dice.randint(1, 8)):
@@ -220,7 +203,7 @@ def test_any_bytes_at_all(tmp_path: Path) -> None:
         damaged[place + 148 : place + 156] = fixed
         with contextlib.suppress(BadArchive):
             unpack(tmp_path / f"out{number}", bytes(damaged))
-    assert state(tmp_path / "in") == outside
+    assert state_of(tmp_path / "in") == outside
     assert {path.name for path in tmp_path.iterdir()} == {"in", *(f"out{number}" for number in range(300))}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult
+from dsec.cli.complete import ENVIRONMENT, SANDBOX
 from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, note, size
 from dsec.cli.sandboxes import pairs
 
@@ -35,7 +36,7 @@ def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @command_options
-@click.argument("sandbox_id", metavar="ID")
+@click.argument("sandbox_id", metavar="ID", type=SANDBOX)
 @click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
 def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
     """Run a command in a sandbox that exists; its exit code is passed on.
@@ -61,7 +62,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 @click.option("--name", help="Name within the run: the sandbox of this name is used where it exists.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Label.")
 @click.option("--keep", is_flag=True, help="Leave the sandbox running and print its id on stderr.")
-@click.argument("environment")
+@click.argument("environment", type=ENVIRONMENT)
 @click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(  # noqa: PLR0917 (click passes by name)
     environment: str,
@@ -122,7 +123,7 @@ async def passed_through(
         command_timeout_s=command_timeout_s,
     )
     if piped:
-        _Feeder(command).start()
+        feed_stdin(command)
     try:
         async for output in command:
             stream = sys.stderr.buffer if output.stderr else sys.stdout.buffer
@@ -136,16 +137,21 @@ async def passed_through(
     except asyncio.CancelledError:
         await asyncio.shield(command.kill())
         raise
-    _explain(result)
+    explain(result)
     return EXIT_PLATFORM if result.infra else result.exit_code
 
 
-def _explain(result: CommandResult) -> None:
+def explain(result: CommandResult) -> None:
     """Say on stderr what an exit code can't."""
     if result.cause not in (Cause.EXITED, Cause.SIGNALED):
         note(f"{result.cause}{': ' + result.message if result.message else ''}")
     elif result.truncated:
         note(f"{result.dropped_bytes} bytes of output were dropped")
+
+
+def feed_stdin(command: AsyncCommand) -> None:
+    """Pass this process's stdin on to a command, in the background."""
+    _Feeder(command).start()
 
 
 class _Feeder:

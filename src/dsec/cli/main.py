@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from dsec.cli import commands, copy, host, sandboxes
+from dsec.cli import commands, complete, copy, host, inside, sandboxes, terminal
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
@@ -22,7 +22,15 @@ def cli() -> None:
     """
 
 
-for _command in (*sandboxes.COMMANDS, *commands.COMMANDS, *copy.COMMANDS, *host.COMMANDS):
+for _command in (
+    *sandboxes.COMMANDS,
+    *commands.COMMANDS,
+    *terminal.COMMANDS,
+    *inside.COMMANDS,
+    *copy.COMMANDS,
+    *host.COMMANDS,
+    *complete.COMMANDS,
+):
     cli.add_command(_command)
 
 

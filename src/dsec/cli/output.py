@@ -31,8 +31,10 @@ def exit_code(error: DsecError) -> int:
 
 
 def complain(error: DsecError) -> None:
-    """`error: message [code] remedy` on stderr."""
+    """On stderr: `error: message [code] remedy`, where to read on, and what to ask the server's log for."""
     click.echo(f"error: {error}", err=True)
+    request_id = error.details.get("request_id") if error.infra else None
+    click.echo(f"see docs/errors.md#{error.code}{f' (request {request_id})' if request_id else ''}", err=True)
 
 
 def note(text: str) -> None:

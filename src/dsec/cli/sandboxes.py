@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, SandboxInfo
+from dsec.cli.complete import SANDBOX
 from dsec.cli.output import age, complain, json_option, readable, wants_json, write_json, write_table
 from dsec.errors import DsecError, InvalidRequest
 
@@ -55,7 +56,7 @@ def list_sandboxes(
 
 
 @click.command("kill")
-@click.argument("ids", nargs=-1)
+@click.argument("ids", nargs=-1, type=SANDBOX)
 @click.option("--run", help="All of a run.")
 @click.option("--all", "everything", is_flag=True, help="All of the project.")
 @json_option
