@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from dsec.errors import InvalidRequest
 
@@ -50,7 +50,7 @@ class Expect:
 def _compiled(text: str) -> re.Pattern[bytes]:
     try:
         raw = text.encode()
-        parsed = sre_parse.parse(raw, re.DOTALL)
+        parsed = cast("Any", sre_parse).parse(raw, re.DOTALL)
         if len(text) > MAX_PATTERN_CHARS or _cost(parsed) > 1:
             raise InvalidRequest(
                 f"the pattern {text[:100]!r} could take long to match",
