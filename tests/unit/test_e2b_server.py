@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
@@ -426,6 +427,25 @@ async def test_any_bytes_are_answered(box: Box) -> None:
         if headers["content-type"] == "application/json":
             fields = json.loads(answer)
             assert status < 300 or {"code", "message"} <= set(fields), (seed, path, changed)
+
+
+async def test_a_command_is_reached_by_its_pid_after_a_restart_of_the_server(box: Box) -> None:
+    execution = await box.server.edge.exec(box.id, _spec("sleep", "600"))
+    pid = await execution.started()
+    await box.server.restart()
+    assert (await box.rpc("process.Process/List", {}))[1] == {
+        "processes": [{"pid": pid, "config": {"cmd": "", "args": []}}]
+    }
+    reading = asyncio.create_task(
+        box.stream("process.Process/Connect", encode(json.dumps({"process": {"pid": pid}}).encode()))
+    )
+    await asyncio.sleep(0.2)
+    kill = {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"}
+    assert await box.rpc("process.Process/SendSignal", kill) == (200, {})
+    _, messages = await reading
+    assert messages[0] == {"event": {"start": {"pid": pid}}}
+    assert messages[-2]["event"]["end"]["exitCode"] == 137
+    assert (await box.rpc("process.Process/SendSignal", kill))[1]["code"] == "not_found"
 
 
 @pytest.mark.parametrize("value", ["x", "0", "-1", "99999999999"])

@@ -99,6 +99,31 @@ async def test_a_late_reader_of_little_output_gets_all_of_it(edge: Edge, box: st
     assert (await kept(again))[0] == b"first second"
 
 
+async def test_a_command_of_an_earlier_edge_is_found_by_its_pid(tmp_path: Path) -> None:
+    kit = Kit(tmp_path)
+    async with kit.edge(keep=True) as edge:
+        box = (await edge.create(spec(), project="p")).sandbox.id
+        command, pid = await cat(edge, box)
+        _, other = await cat(edge, box)
+        await command.write_stdin(bytes(100_000))
+        await read(command, 100_000)
+    async with kit.edge() as edge:
+        assert {process.pid for process in edge.processes(box)} == {pid, other}
+        again = await edge.attach_pid(box, pid)
+        await again.write_stdin(b"on")
+        await again.close_stdin()
+        out, status = await kept(again)
+        assert out.endswith(b"on")
+        assert status is not None
+        assert status.exit_code == 0
+        execution = await edge.attach_pid(box, other)
+        await edge.signal(box, execution.key, 9, "all")
+        _, status = await kept(execution)
+        assert status is not None
+        assert status.exit_code == 137
+        assert edge.processes(box) == []
+
+
 async def test_with_a_key_all_is_kept(edge: Edge, box: str) -> None:
     command = await edge.exec(box, ExecSpec(argv=["cat"], stdin=True, key="k"))
     await command.write_stdin(bytes(100_000))

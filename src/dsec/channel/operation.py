@@ -112,7 +112,7 @@ class GuestOperation:
         self.was_read = orphan
         """Somebody reads it, did so, or nobody ever will."""
         self.orphan = orphan
-        """Nobody can ask for it: from an earlier edge, without a key."""
+        """From an earlier edge, without a key: dropped at its end, unless somebody reads it."""
         self._waiters: list[asyncio.Future[None]] = []
         self._stdin_turn: asyncio.Lock | None = None
         self._stdin_sent = 0

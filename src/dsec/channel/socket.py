@@ -258,7 +258,7 @@ class SocketChannel:
             operation.wake()
             if operation.end is not None:
                 operation.rest()
-                if operation.orphan:
+                if operation.orphan and not operation.busy:
                     self.forget(operation)
         if self._ended:
             self._retain()

@@ -313,7 +313,7 @@ class EdgeClient(Observed, Protocol):
         ...
 
     async def attach_pid(self, sandbox_id: str, pid: int) -> Execution:
-        """The running command of this pid inside, also one that an earlier edge started with a key. Raises
+        """The running command of this pid inside, also one that an earlier edge started. Raises
         `NotFound`."""
         ...
 

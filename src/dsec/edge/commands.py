@@ -220,14 +220,20 @@ class Commands:
         self._lives.notes.tally.stdin_bytes += size
 
     def adopt(self, sandbox: Sandbox) -> None:
-        """Take over the keyed commands that an earlier edge started. (Unkeyed ones, whose callers are gone, run on and
-        are dropped by the channel when they end.)"""
+        """Take over the commands that an earlier edge started. Those without a key, whose callers are gone, run on;
+        while they do, they can be attached to by their pid."""
         for operation in sandbox.running().channel.operations():
             key = operation.key
-            if operation.kind is Kind.EXEC and key is not None and len(key) == 2 * HALF_KEY:
-                command = Command("", key, Asked(), self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
-                command.operation = operation
+            if operation.kind is not Kind.EXEC or (key is not None and len(key) != 2 * HALF_KEY):
+                continue
+            command = Command("", key, Asked(), self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
+            command.operation = operation
+            if key is not None:
                 self._table(sandbox)[key[:HALF_KEY]] = command
+            else:
+                command.key = f"~{operation.op}"
+                self._table(sandbox)[operation.op] = command
+                self._abandon(sandbox, command, (-1, -1))
 
     async def events(
         self, sandbox: Sandbox, command: Command, stdout_from: int, stderr_from: int
