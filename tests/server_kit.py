@@ -100,9 +100,12 @@ class Server:
         _reap()
         return census.take(self.state)
 
-    def holds(self, live: set[str]) -> bool:
-        """The host holds these sandboxes' things and no other's: a disk, a mount namespace, a cgroup with processes."""
-        return self.subvolumes() == live and len(self.guests()) == len(live)
+    def difference(self, live: set[str]) -> str:
+        """What the host holds for sandboxes, against what these need: a disk and a pid 1 each. Empty: just that."""
+        disks, guests = self.subvolumes(), len(self.guests())
+        if disks == live and guests == len(live):
+            return ""
+        return f"{len(live)} live, {guests} pids 1; disks left: {disks - live}, missing: {live - disks}"
 
     def guests(self) -> list[int]:
         """Processes that are pid 1 of a pid namespace, in a cgroup of this server's."""
@@ -150,9 +153,9 @@ def end(server: Server) -> None:
     assert not left, left
 
 
-def until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+def until(condition: Callable[[], bool]) -> None:
     """Wait, bounded."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

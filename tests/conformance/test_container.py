@@ -52,4 +52,4 @@ class ContainerFactory:
 
 @pytest.fixture
 def factory(debian_state: Path, tmp_path: Path) -> ContainerFactory:
-    return ContainerFactory(debian_state, tmp_path / "run")
+    return ContainerFactory(debian_state, tmp_path / f"run-{os.getpid()}")  # its name is its cgroups'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -58,14 +59,15 @@ async def on_record(client: AsyncClient) -> dict[str, SandboxInfo]:
 
 async def settled(server: Server, client: AsyncClient) -> dict[str, SandboxInfo]:
     """What is on record once nothing starts or ends: and that the host holds that and nothing else."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            known = await on_record(client)
-            if {info.state for info in known.values()} <= {State.RUNNING, State.ENDED}:
-                break
-            await asyncio.sleep(0.05)
-    live = {name for name, info in known.items() if info.state is State.RUNNING}
-    until(lambda: server.holds(live))
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        known = await on_record(client)
+        calm = {info.state for info in known.values()} <= {State.RUNNING, State.ENDED}
+        difference = server.difference({name for name, info in known.items() if info.state is State.RUNNING})
+        if calm and not difference:
+            break
+        assert time.monotonic() < deadline, difference or known
+        await asyncio.sleep(0.05)
     for info in known.values():
         assert (info.state is State.ENDED) == (info.cause is not None), info
     return known
@@ -104,6 +106,48 @@ async def test_a_command_that_ends_while_no_server_is_there(server: Server, clie
     for _ in range(2):
         result = await (await box.commands.attach("k")).wait()
         assert (result.exit_code, len(result.stdout_bytes)) == (3, 288_894)
+
+
+async def test_transfers_go_on_through_a_kill(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    data = os.urandom(1 << 20) * 40
+    digest = hashlib.sha256(data).hexdigest()
+    slowly = "import sys, time, hashlib\nh = hashlib.sha256()\nwhile d := sys.stdin.buffer.read(1 << 20):\n"
+    slowly += " h.update(d); time.sleep(0.02)\nprint(h.hexdigest())"
+    stdin = asyncio.create_task(box.commands.run(["python3", "-c", slowly], stdin=data))
+    upload = asyncio.create_task(box.files.write("/tmp/up", data))
+    output = asyncio.create_task(box.commands.run("for i in $(seq 40); do seq 1 100000; sleep 0.02; done"))
+    await asyncio.sleep(0.3)
+    server.kill()
+    await asyncio.to_thread(server.start)
+    assert (await stdin).check().stdout == f"{digest}\n"
+    assert await upload == len(data)
+    assert (await output).check().stdout_bytes == b"".join(b"%d\n" % n for n in range(1, 100_001)) * 40
+    download = asyncio.create_task(box.files.read_bytes("/tmp/up"))
+    await asyncio.sleep(0.02)
+    server.kill()
+    await asyncio.to_thread(server.start)
+    assert hashlib.sha256(await download).hexdigest() == digest
+
+
+async def test_each_command_runs_once_through_three_kills(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    ran: list[str] = []
+
+    async def work(worker: int) -> None:
+        for number in range(25):
+            name = f"{worker}-{number}"
+            result = await box.commands.run(f"echo {name} >>/tmp/runs; sleep 0.05; echo {name}")
+            assert result.check().stdout == f"{name}\n"
+            ran.append(name)
+
+    workers = asyncio.gather(*(work(worker) for worker in range(4)))
+    for _ in range(3):
+        await asyncio.sleep(0.4)
+        server.kill()
+        await asyncio.to_thread(server.start)
+    await workers
+    assert sorted((await box.files.read("/tmp/runs")).split()) == sorted(ran)
 
 
 @pytest.mark.parametrize("after", [1, 12, 30])

@@ -50,7 +50,7 @@ async def client(server: Server) -> AsyncIterator[AsyncClient]:
     async with server.client() as client:
         yield client
         await client.kill_many(await client.list())
-        until(lambda: server.holds(set()))
+        until(lambda: not server.difference(set()))
 
 
 @pytest.fixture
@@ -415,7 +415,7 @@ async def test_three_hundred_at_once(server: Server, client: AsyncClient) -> Non
     for box in boxes[::60]:
         assert (await box.commands.run("echo $HOSTNAME; hostname")).stdout.split()[-1] == box.id
     assert await client.kill_many(boxes) == {}
-    assert server.holds(set()), "when it is answered nothing is left"
+    assert server.difference(set()) == "", "when it is answered nothing is left"
     infos = await asyncio.gather(*(box.refresh() for box in boxes[::30]))
     assert {(info.state, info.cause) for info in infos} == {(State.ENDED, Cause.DELETED)}
 

@@ -13,7 +13,6 @@ from edge_kit import Kit, finish, spec, until
 from dsec.edge import events as events_module
 from dsec.edge.config import SystemClock
 from dsec.edge.events import Events
-from dsec.edge.node import Edge
 from dsec.errors import CreateFailed, SandboxNotFound
 from dsec.journal.event_store import EventStore
 from dsec.spec.events import EventType, SandboxEvent

@@ -35,12 +35,19 @@ def root() -> Iterator[CgroupRoot]:
     assert not any(parent.exists() for parent in root.parents())
 
 
+def descriptors() -> int:
+    """Open ones of slots' files."""
+    return sum("/dsec-test-" in os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir())
+
+
 @pytest.fixture
 def pool(root: CgroupRoot) -> Iterator[CgroupPool]:
+    before = descriptors()
     pool = CgroupPool(root, spare=4, refill=2)
     pool.open()
     yield pool
     pool.close()
+    assert descriptors() == before
     assert root.names() == []
     root.prepare()
 

@@ -87,8 +87,9 @@ class CgroupPool:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for slot in self._taken.values():
-            slot.close()
+        for slots in (self._taken.values(), self._spare.values(), self._reserved.values(), self._dirty, self._stuck):
+            for slot in slots:
+                slot.close()
         if keep:
             return
         for name in self.root.names():

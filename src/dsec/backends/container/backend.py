@@ -249,6 +249,8 @@ class ContainerBackend:
         del self._spawning[sandbox_id]
         answered = self._clock.monotonic()
         instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes, fresh=True)
+        if self._zygote is not zygote:  # `_on_lost` did not know of this one yet
+            raise Unavailable("the zygote died while the sandbox was made")
         instance.phases_s = {
             "prepare": prepared - begun,
             "spawn": answered - prepared,
