@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from api_kit import Served, served
+from api_kit import CutProxy, Served, served
 from edge_kit import until
 
 from dsec import AsyncSandbox
 from dsec.api.metrics import exposition
 from dsec.edge.tally import Family, Histogram, Sample, Tally
+from dsec.errors import OutcomeUnknown, SandboxNotFound, Unavailable
 
 LINE = re.compile(
     r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? ([-+.0-9eInf]+)'
@@ -211,3 +212,44 @@ async def test_the_sdk_follows_events(server: Served) -> None:
         assert seen.count("command_ended") == 2
         assert "adopted" in seen
         assert [event.type async for event in box.events()] == seen
+
+
+async def test_the_sdk_names_its_requests(server: Served) -> None:
+    async with server.client() as client:
+        box = await client.create("base")
+        await box.commands.run(["true"])
+        await box.files.write("/a", b"x")
+        events = server.edge.events(box.id)
+        named = {event.type: event.data["request_id"] for event in events if "request_id" in event.data}
+        assert set(named) == {"created", "command_started", "file_written"}
+        assert len(set(named.values())) == 3
+        assert len({name.partition("-")[0] for name in named.values()}) == 1, "they are one client's"
+        ids = []
+        for _ in range(2):
+            with pytest.raises(SandboxNotFound) as caught:
+                await client.connect("0" * 24)
+            ids.append(caught.value.details["request_id"])
+        assert len(set(ids)) == 2
+
+
+async def test_a_broken_connection_names_its_request(server: Served) -> None:
+    async with CutProxy(server.url) as proxy, server.client(proxy.url, retry_s=0.2) as client:
+        proxy.cuts = [0] * 100
+        with pytest.raises(OutcomeUnknown) as caught:
+            await client.create_key("label")
+        assert caught.value.details["request_id"]
+        with pytest.raises(Unavailable) as again:
+            await client.connect("0" * 24)
+        assert again.value.details["request_id"] != caught.value.details["request_id"]
+
+
+async def test_failures_of_the_platform_are_in_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    server.kit.host.fail_next_create("mount")
+    status, headers, _ = await server.raw(
+        "POST", "/v1/sandboxes", b'{"environment":"base"}', x_request_id="trace-9", content_type="application/json"
+    )
+    assert (status, headers["x-request-id"]) == (502, "trace-9")
+    assert [record.getMessage() for record in caplog.records if "trace-9" in record.getMessage()]
+    caplog.clear()
+    await server.raw("GET", "/v1/sandboxes/" + "0" * 24, x_request_id="trace-10")
+    assert not caplog.records, "what the caller did wrong is not the operator's"
