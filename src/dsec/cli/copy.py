@@ -165,7 +165,8 @@ async def _tree_in(sandbox: AsyncSandbox, source: bytes, path: bytes, options: O
         found = there.get(name)
         return found is not None and stat.S_ISREG(status.st_mode) and same(found, status)
 
-    progress.total_bytes = (progress.total_bytes or 0) + await asyncio.to_thread(_size_of, source, skip)
+    if progress.live:
+        progress.total_bytes = (progress.total_bytes or 0) + await asyncio.to_thread(_size_of, source, skip)
     command = await _start(sandbox, ["tar", "-xpof", "-", "-C", os.fsdecode(path)], options, stdin=True)
     chunks = pack(_counting(walk(source, b".", progress.note, skip), progress), progress.note)
     sending = asyncio.ensure_future(_send(command, chunks, progress))
@@ -244,6 +245,7 @@ async def _tree_out(sandbox: AsyncSandbox, source: bytes, path: bytes, options: 
             result, said = await _received(command, unpacker, progress)
         finally:
             measuring.cancel()
+            await asyncio.gather(measuring, return_exceptions=True)
         if result.cause is Cause.START_FAILED:
             await tree_out_by_file(sandbox, source, path, unpacker, options.user, progress)
         else:
@@ -256,6 +258,8 @@ async def _tree_out(sandbox: AsyncSandbox, source: bytes, path: bytes, options: 
 
 async def _measure(sandbox: AsyncSandbox, source: bytes, options: Options, progress: Progress) -> None:
     """How much is to be expected, as the sandbox says: for the time that is left, and nothing else."""
+    if not progress.live:
+        return
     result = await sandbox.commands.run(["du", "-sk", os.fsdecode(source)], user=options.user)
     first = result.stdout.split("\t")[0]
     if result.exit_code == 0 and first.isascii() and first.isdigit() and len(first) < 13:

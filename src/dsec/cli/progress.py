@@ -19,7 +19,8 @@ class Progress:
         self.total_bytes: int | None = None
         """What is expected, where it is known."""
         self.notes: list[str] = []
-        self._live = not quiet and sys.stderr.isatty()
+        self.live = not quiet and sys.stderr.isatty()
+        """Somebody looks on."""
         self._began = time.monotonic()
         self._shown_at = self._began
         self._width = 0
@@ -32,7 +33,7 @@ class Progress:
     def add(self, size: int) -> None:
         """Bytes went over."""
         self.bytes += size
-        if self._live and time.monotonic() - self._shown_at >= _EVERY_S:
+        if self.live and time.monotonic() - self._shown_at >= _EVERY_S:
             self._show()
 
     def file(self, _: int = 0) -> None:
@@ -53,7 +54,7 @@ class Progress:
     def end(self) -> None:
         """Take the line away."""
         self._clear()
-        self._live = False
+        self.live = False
 
     def _show(self) -> None:
         self._shown_at = time.monotonic()
