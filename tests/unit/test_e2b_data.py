@@ -1,4 +1,4 @@
-"""The E2B face by hand: who may, bad input, and the forms of errors. That its own client works: tests/e2b."""
+"""E2B's data plane by hand: who may, bad input, the forms of errors. That its own client works: tests/e2b."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ import random
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from api_kit import Served, served
+from e2b_kit import NEW, Box, command, is_error, parsed, rest
 
-from dsec.api.e2b.config import E2bConfig, KeyPolicy
-from dsec.api.e2b.models import new_sandbox, spec_of
-from dsec.errors import DsecError, Unsupported
 from dsec.wire.connect import encode
-
-NEW = {"templateID": "other", "timeout": 60}
 
 
 @pytest.fixture
@@ -30,170 +25,11 @@ async def server(tmp_path: Path) -> AsyncIterator[Served]:
         yield server
 
 
-class Box:
-    """A sandbox made by the E2B face, and requests to it."""
-
-    def __init__(self, server: Served, answer: dict[str, Any]) -> None:
-        self.server = server
-        self.id: str = answer["sandboxID"]
-        self.token: str = answer["envdAccessToken"]
-
-    async def raw(
-        self, method: str, path: str, body: bytes = b"", *, token: str | None = None, **headers: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        fields = {"e2b_sandbox_id": self.id, "e2b_sandbox_port": "49983", "x_access_token": token or self.token}
-        fields |= headers
-        return await self.server.raw(method, path, body, key="", **{k: v for k, v in fields.items() if v})
-
-    async def rpc(self, name: str, message: object, **headers: str) -> tuple[int, Any]:
-        status, _, body = await self.raw(
-            "POST", f"/{name}", json.dumps(message).encode(), content_type="application/json", **headers
-        )
-        return status, json.loads(body)
-
-    async def stream(self, name: str, body: bytes, **headers: str) -> tuple[int, list[Any]]:
-        status, _, answer = await self.raw("POST", f"/{name}", body, content_type="application/connect+json", **headers)
-        messages = []
-        while answer:
-            size = int.from_bytes(answer[1:5], "big")
-            messages.append(json.loads(answer[5 : 5 + size]))
-            answer = answer[5 + size :]
-        return status, messages
-
-
-async def rest(server: Served, method: str, path: str, body: object = None, key: str | None = None) -> tuple[int, Any]:
-    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    headers = {"content_type": "application/json", "x_api_key": server.key if key is None else key}
-    status, _, answer = await server.raw(method, path, data, key="", **headers)
-    return status, json.loads(answer) if answer else None
-
-
-def is_error(answer: tuple[int, Any], status: int) -> bool:
-    """The form that E2B's client reads."""
-    return answer[0] == status == answer[1]["code"] and bool(answer[1]["message"])
-
-
 @pytest.fixture
 async def box(server: Served) -> Box:
     status, answer = await rest(server, "POST", "/v2/sandboxes", NEW)
     assert status == 201
     return Box(server, answer)
-
-
-async def test_old_and_new_paths(server: Served, box: Box) -> None:
-    status, answer = await rest(server, "POST", "/sandboxes", NEW)
-    assert (status, answer["templateID"]) == (201, "other")
-    assert {"templateID", "sandboxID", "clientID", "envdVersion"} <= set(answer)
-    for prefix in ("", "/v2"):
-        assert (await rest(server, "POST", f"{prefix}/sandboxes/{box.id}/connect", {}))[1][
-            "envdAccessToken"
-        ] == box.token
-    assert next(item["sandboxID"] for item in (await rest(server, "GET", "/v2/sandboxes?order=asc"))[1]) == box.id
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", 400),
-        (b"{", 400),
-        (b"[]", 400),
-        (b"\xff\xfe", 400),
-        (b'{"templateID": "\xff"}', 400),
-        ({}, 400),
-        ({"templateID": 7}, 400),
-        ({"templateID": ""}, 400),
-        ({"templateID": "no such!"}, 400),
-        ({"templateID": "missing"}, 404),
-        (NEW | {"timeout": 0}, 400),
-        (NEW | {"timeout": -1}, 400),
-        (NEW | {"timeout": 10**12}, 400),
-        (NEW | {"timeout": "x"}, 400),
-        (NEW | {"metadata": {"a": 1}}, 400),
-        (NEW | {"metadata": {str(n): "" for n in range(65)}}, 400),
-        (NEW | {"envVars": {"A=B": "x"}}, 400),
-        (NEW | {"envVars": ["A"]}, 400),
-        (NEW | {"futureOption": True}, 422),
-        (NEW | {"autoPause": True}, 422),
-        (NEW | {"autoResume": {"enabled": True}}, 422),
-        (NEW | {"allow_internet_access": True}, 422),
-        (NEW | {"network": {"allowOut": ["1.1.1.1"]}}, 422),
-        (NEW | {"mcp": {"x": {}}}, 422),
-        (NEW | {"volumeMounts": [{"name": "a", "path": "/b"}]}, 422),
-    ],
-)
-async def test_bad_creations(server: Served, body: object, status: int) -> None:
-    assert is_error(await rest(server, "POST", "/v2/sandboxes", body), status)
-    assert server.edge.node().live == 0
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"futureOption": None},
-        {"autoPause": False, "autoResume": {"enabled": False}, "autoPauseMemory": True},
-        {"secure": True},
-        {"allow_internet_access": False},
-        {"network": {"denyOut": ["0.0.0.0/0"], "allowPublicTraffic": False}},
-        {"mcp": None, "volumeMounts": []},
-    ],
-)
-async def test_options_that_are_met(server: Served, more: dict[str, object]) -> None:
-    assert (await rest(server, "POST", "/v2/sandboxes", NEW | more))[0] == 201
-
-
-async def test_what_is_to_come_says_so(server: Served, box: Box) -> None:
-    for method, path in (
-        ("POST", f"/sandboxes/{box.id}/pause"),
-        ("POST", f"/sandboxes/{box.id}/fork"),
-        ("POST", f"/sandboxes/{box.id}/snapshots"),
-        ("PUT", f"/sandboxes/{box.id}/network"),
-        ("GET", "/snapshots"),
-        ("POST", "/v3/templates"),
-        ("POST", "/v2/templates/x/builds/y"),
-        ("GET", "/volumes"),
-    ):
-        answer = await rest(server, method, path, {})
-        assert is_error(answer, 501), path
-        assert "not available" in answer[1]["message"]
-
-
-async def test_a_key_of_the_project_is_needed(server: Served, box: Box) -> None:
-    elsewhere = await server.edge.create_key("elsewhere")
-    for key in ("wrong", ""):
-        assert is_error(await rest(server, "POST", "/v2/sandboxes", NEW, key=key), 401)
-        assert is_error(await rest(server, "GET", f"/sandboxes/{box.id}", key=key), 401)
-    assert is_error(await rest(server, "POST", "/v2/sandboxes", NEW, key=box.token), 403)
-    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/connect"), ("POST", "/timeout"), ("GET", "/metrics")):
-        assert is_error(await rest(server, method, f"/sandboxes/{box.id}{path}", {"timeout": 5}, key=elsewhere), 404)
-    assert (await rest(server, "GET", "/v2/sandboxes", key=elsewhere))[1] == []
-    assert (await rest(server, "GET", f"/sandboxes/{box.id}"))[0] == 200
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "limit=0",
-        "limit=101",
-        "limit=x",
-        "order=up",
-        "state=dead",
-        "nextToken=%00",
-        "nextToken=e30",
-        "startedAfter=soon",
-        "what=1",
-    ],
-)
-async def test_bad_lists(server: Served, query: str) -> None:
-    assert is_error(await rest(server, "GET", f"/v2/sandboxes?{query}"), 400)
-
-
-async def test_unknown_paths_and_methods(server: Served, box: Box) -> None:
-    assert is_error(await rest(server, "GET", f"/sandboxes/{box.id}/what"), 404)
-    assert is_error(await rest(server, "GET", "/sandboxes/x/y/z"), 404)
-    assert is_error(await rest(server, "PATCH", "/v2/sandboxes"), 405)
-    assert is_error(await rest(server, "POST", f"/sandboxes/{box.id}/metrics"), 405)
-    status, _, body = await box.raw("DELETE", "/files?path=/x")
-    assert is_error((status, json.loads(body)), 405)
 
 
 async def test_a_sandbox_that_ended(server: Served, box: Box) -> None:
@@ -225,11 +61,11 @@ async def test_the_data_plane_needs_the_sandboxs_token(server: Served, box: Box)
     )
     for method, path in calls:
         for token in ("wrong", f"dst_{box.id}_x", box.token[:-1]):
-            assert is_error(_parsed(await box.raw(method, path, token=token)), 401), path
-        assert is_error(_parsed(await box.raw(method, path, x_access_token="")), 401), path
-        assert is_error(_parsed(await box.raw(method, path, token=other.token)), 403), path
+            assert is_error(parsed(await box.raw(method, path, token=token)), 401), path
+        assert is_error(parsed(await box.raw(method, path, x_access_token="")), 401), path
+        assert is_error(parsed(await box.raw(method, path, token=other.token)), 403), path
     elsewhere = await server.edge.create_key("elsewhere")
-    assert is_error(_parsed(await box.raw("GET", "/health", token=elsewhere)), 502)
+    assert is_error(parsed(await box.raw("GET", "/health", token=elsewhere)), 502)
     assert (await box.raw("GET", "/health", token=server.key))[0] == 204
     assert (await box.raw("GET", "/health"))[0] == 204
 
@@ -248,9 +84,9 @@ async def test_the_token_survives_the_server(server: Served, box: Box) -> None:
 
 
 async def test_which_sandbox(box: Box) -> None:
-    assert is_error(_parsed(await box.raw("GET", "/health", e2b_sandbox_id="")), 400)
-    assert is_error(_parsed(await box.raw("GET", "/health", e2b_sandbox_port="x")), 400)
-    assert is_error(_parsed(await box.raw("GET", "/health", e2b_sandbox_port="8080")), 501)
+    assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_id="")), 400)
+    assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_port="x")), 400)
+    assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_port="8080")), 501)
     status, _, _ = await box.server.raw_bytes(
         f"GET /health HTTP/1.1\r\nhost: 49983-{box.id}.example:80\r\nconnection: close\r\n"
         f"x-access-token: {box.token}\r\n\r\n".encode()
@@ -286,8 +122,8 @@ async def test_files_by_hand(box: Box) -> None:
     ],
 )
 async def test_broken_uploads_leave_nothing(box: Box, body: bytes, headers: dict[str, str]) -> None:
-    assert is_error(_parsed(await box.raw("POST", "/files?path=/broken", body, **headers)), 400)
-    assert is_error(_parsed(await box.raw("GET", "/files?path=/broken")), 404)
+    assert is_error(parsed(await box.raw("POST", "/files?path=/broken", body, **headers)), 400)
+    assert is_error(parsed(await box.raw("GET", "/files?path=/broken")), 404)
 
 
 async def test_bad_file_arguments(box: Box) -> None:
@@ -299,9 +135,9 @@ async def test_bad_file_arguments(box: Box) -> None:
         "/files?path=/a&what=1",
         "/files?path=%ff",
     ):
-        assert is_error(_parsed(await box.raw("GET", path)), 400), path
-    assert is_error(_parsed(await box.raw("GET", "/files?path=/a", authorization="Basic !!!")), 400)
-    assert is_error(_parsed(await box.raw("POST", "/files?path=/a", b"x", x_metadata_a="b")), 501)
+        assert is_error(parsed(await box.raw("GET", path)), 400), path
+    assert is_error(parsed(await box.raw("GET", "/files?path=/a", authorization="Basic !!!")), 400)
+    assert is_error(parsed(await box.raw("POST", "/files?path=/a", b"x", x_metadata_a="b")), 501)
 
 
 async def test_signatures(box: Box) -> None:
@@ -430,7 +266,7 @@ async def test_any_bytes_are_answered(box: Box) -> None:
 
 
 async def test_a_command_is_reached_by_its_pid_after_a_restart_of_the_server(box: Box) -> None:
-    execution = await box.server.edge.exec(box.id, _spec("sleep", "600"))
+    execution = await box.server.edge.exec(box.id, command("sleep", "600"))
     pid = await execution.started()
     await box.server.restart()
     assert (await box.rpc("process.Process/List", {}))[1] == {
@@ -457,51 +293,10 @@ async def test_bad_timeouts(box: Box, value: str) -> None:
 
 async def test_connecting_ends_at_its_timeout_and_the_command_goes_on(box: Box) -> None:
     body = encode(b'{"process":{"cmd":"sh","args":["-c","sleep 1; true"]}}')
-    execution = await box.server.edge.exec(box.id, _spec("sleep", "600"))
+    execution = await box.server.edge.exec(box.id, command("sleep", "600"))
     pid = await execution.started()
     body = encode(json.dumps({"process": {"pid": pid}}).encode())
     _, messages = await box.stream("process.Process/Connect", body, connect_timeout_ms="300")
     assert messages[0] == {"event": {"start": {"pid": pid}}}
     assert messages[-1]["error"]["code"] == "deadline_exceeded"
     assert pid in [process.pid for process in box.server.edge.processes(box.id)]
-
-
-def test_policies_by_the_keys_label() -> None:
-    config = E2bConfig(keys={"open": KeyPolicy(internet="ignore")}, templates={"base": "debian"})
-    wants = new_sandbox(json.dumps({"templateID": "base", "allow_internet_access": True}).encode())
-    assert spec_of(wants, config, "open").environment == "debian"
-    with pytest.raises(Unsupported, match="no network"):
-        spec_of(wants, config, "other")
-
-
-def test_templates_by_name_and_tag() -> None:
-    config = E2bConfig(templates={"base": "debian", "mine:v2": "special"})
-    assert [config.environment(name) for name in ("base", "base:latest", "mine:v2", "mine:v1", "x@1")] == [
-        "debian",
-        "debian",
-        "special",
-        "mine:v1",
-        "x@1",
-    ]
-
-
-def test_metadata_is_labels_and_variables_are_env() -> None:
-    spec = spec_of(
-        new_sandbox(b'{"templateID": "x", "timeout": 9, "metadata": {"a": "b"}, "envVars": {"C": "d"}}'),
-        E2bConfig(),
-        "",
-    )
-    assert (spec.labels, spec.env, spec.ttl_s, spec.command_timeout_s) == ({"a": "b"}, {"C": "d"}, 9.0, None)
-    with pytest.raises(DsecError):
-        new_sandbox(b'{"templateID": "x", "metadata": []}')
-
-
-def _parsed(answer: tuple[int, dict[str, str], bytes]) -> tuple[int, Any]:
-    assert answer[1]["content-type"] == "application/json"
-    return answer[0], json.loads(answer[2])
-
-
-def _spec(*argv: str) -> Any:
-    from dsec.spec.sandbox import ExecSpec
-
-    return ExecSpec(argv=list(argv))
