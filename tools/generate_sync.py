@@ -21,12 +21,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SDK = ROOT / "src" / "dsec" / "sdk"
-TARGETS = {"_sync_inside": ("_command", "_commands", "_files"), "_sync": ("_sandbox", "_client")}
+TARGETS = {
+    "_sync_inside": ("_command", "_commands", "_files"),
+    "_sync_sessions": ("_sessions",),
+    "_sync": ("_sandbox", "_client"),
+}
 """Generated module -> modules that it is made of."""
 CLASSES = {
     "AsyncCommand": "Command",
     "AsyncCommands": "Commands",
     "AsyncFiles": "Files",
+    "AsyncSession": "Session",
+    "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
@@ -37,7 +43,7 @@ tool."""
 from __future__ import annotations
 
 '''
-_NAMES = re.compile(r"\bAsync(Commands?|Files|Sandbox|Run|Client)\b")
+_NAMES = re.compile(r"\bAsync(Commands?|Files|Sandbox|Sessions?|Run|Client)\b")
 
 
 def sync_names(text: str) -> str:

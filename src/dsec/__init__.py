@@ -15,17 +15,21 @@ from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._sessions import AsyncSession
 from dsec.sdk._sync import Client, Run, Sandbox
 from dsec.sdk._sync_inside import Command
+from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
+from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 
 __all__ = [
     "AsyncClient",
     "AsyncCommand",
     "AsyncRun",
     "AsyncSandbox",
+    "AsyncSession",
     "CallerError",
     "Cause",
     "Client",
@@ -46,6 +50,10 @@ __all__ = [
     "SandboxEvent",
     "SandboxInfo",
     "SandboxSpec",
+    "Session",
+    "SessionInfo",
+    "SessionLog",
+    "SessionResult",
     "State",
     "errors",
 ]

@@ -12,6 +12,7 @@ PUBLIC = [
     "AsyncCommand",
     "AsyncRun",
     "AsyncSandbox",
+    "AsyncSession",
     "CallerError",
     "Cause",
     "Client",
@@ -32,6 +33,10 @@ PUBLIC = [
     "SandboxEvent",
     "SandboxInfo",
     "SandboxSpec",
+    "Session",
+    "SessionInfo",
+    "SessionLog",
+    "SessionResult",
     "State",
     "errors",
 ]

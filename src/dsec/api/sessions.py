@@ -66,9 +66,9 @@ async def run(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
     x.check_query()
     request = x.decode(_COMMAND, await x.body())
     session = await sessions.get(sandbox_id, name)
-    started, known = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
+    started, _ = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
     timed_out = not await session.until(lambda: started.done, request.command_timeout_s)
-    if timed_out and not known:
+    if timed_out:  # also for a repeated request: who asked first may be gone with an earlier server
         await sessions.stop(sandbox_id, session, started, INTERRUPT_GRACE_S)
     await x.answer(200, _result(session, started, timed_out))
 

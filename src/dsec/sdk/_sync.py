@@ -14,6 +14,7 @@ from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync_inside import Commands, Files
+from dsec.sdk._sync_sessions import Sessions
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
@@ -49,6 +50,10 @@ class Sandbox(Wrapper):
     @property
     def files(self) -> Files:
         return Files(self._async.files)
+
+    @property
+    def sessions(self) -> Sessions:
+        return Sessions(self._async.sessions)
 
     def __repr__(self) -> str:
         return repr(self._async).replace("Async", "", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -67,6 +68,11 @@ class SessionResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     log_from: int = 0
     log_to: int = 0
 
+    @property
+    def data(self) -> bytes:
+        """The output's bytes."""
+        return self.output.encode() if self.output_b64 is None else base64.b64decode(self.output_b64)
+
 
 class SessionInput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Text for the program in a session's foreground."""
@@ -80,3 +86,11 @@ class SessionInterrupt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     grace_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
     """How long ^C may take to work before the foreground processes are killed."""
+
+
+class SessionLog(Struct, frozen=True):
+    """A part of a session's output."""
+
+    data: bytes
+    next_offset: int
+    """Where to read on."""

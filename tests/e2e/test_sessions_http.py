@@ -1,0 +1,142 @@
+"""Sessions as callers have them: through SDK and HTTP, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+import dsec
+from dsec import AsyncSandbox, AsyncSession, errors
+from server_kit import Server, serving
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def server(debian_module_state: Path) -> Iterator[Server]:
+    with serving(debian_module_state, on_exit="keep") as running:
+        yield running
+
+
+@pytest.fixture
+async def box(server: Server) -> AsyncIterator[AsyncSandbox]:
+    async with server.client() as client, await client.create("debian") as sandbox:
+        yield sandbox
+
+
+async def test_state_results_and_the_log(box: AsyncSandbox) -> None:
+    session = await box.sessions.open("work", cwd="/tmp", env={"A": "1"})
+    result = await session.run("pwd; echo $A; B=2; (exit 3)")
+    assert (result.exit_code, result.output, result.data) == (3, "/tmp\n1\n", b"/tmp\n1\n")
+    result = await session.run("echo $B; printf '\\377'")
+    assert (result.output, result.data) == ("2\n\ufffd", b"2\n\xff")
+    result = await session.run("seq 100000", output_bytes=10)
+    assert (result.output, result.truncated) == ("1\n2\n3\n4\n5\n", True)
+    log = await session.read_log(result.log_from, limit=result.log_to - result.log_from)
+    assert log.data == b"".join(b"%d\n" % number for number in range(1, 100001))
+    assert log.next_offset == result.log_to
+    again = await (await box.sessions.get("work")).run("echo $B")
+    assert again.output == "2\n"
+    assert [info.name for info in await box.sessions.list()] == ["work"]
+    await session.close()
+    with pytest.raises(errors.NotFound):
+        await session.run("true")
+    with pytest.raises(errors.NotFound):
+        await box.sessions.get("work")
+
+
+async def test_a_timeout_stops_the_command_and_keeps_the_session(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    result = await session.run("X=1; echo begun; sleep 1000; echo next", command_timeout_s=0.5)
+    assert (result.timed_out, result.ended, result.exit_code) == (True, False, 130)
+    assert result.output == "begun\n\n"
+    result = await session.run("bash -c 'trap \"\" INT; sleep 1000'", command_timeout_s=0.2)
+    assert (result.timed_out, result.ended, result.exit_code) == (True, False, 137)
+    assert (await session.run("echo $X")).output == "1\n"
+
+
+async def shown(session: AsyncSession, text: bytes) -> None:
+    """Wait until it is in the log; the test's own timeout is the bound."""
+    async with asyncio.timeout(30):
+        while text not in (await session.read_log()).data:  # noqa: ASYNC110  what it looks at is elsewhere
+            await asyncio.sleep(0.02)
+
+
+async def test_interrupt_and_input_from_beside(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    with pytest.raises(errors.Conflict, match="nothing runs"):
+        await session.send("no\n")
+    running = asyncio.create_task(session.run("echo ready; read -r x; echo got $x; sleep 1000"))
+    await shown(session, b"ready")
+    with pytest.raises(errors.Conflict) as caught:
+        await session.run("echo no")
+    assert caught.value.details["session_busy"] is True
+    await session.send("a line\n")
+    await shown(session, b"got")
+    assert (await session.info()).busy
+    assert not (await session.interrupt()).busy
+    result = await running
+    assert (result.exit_code, result.output) == (130, "ready\ngot a line\n\n")
+
+
+async def test_a_shell_that_left_is_replaced_when_it_is_opened_again(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    result = await session.run("echo bye; exit 7")
+    assert (result.exit_code, result.ended) == (7, True)
+    assert result.output.startswith("bye\n")
+    with pytest.raises(errors.Conflict) as caught:
+        await session.run("echo no")
+    assert caught.value.details["session_ended"] is True
+    assert (await (await box.sessions.open()).run("echo fresh")).output == "fresh\n"
+
+
+async def test_a_command_goes_on_through_a_killed_server_and_runs_once(server: Server, box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    running = asyncio.create_task(session.run("X=kept; echo begun >> /tmp/runs; sleep 3; echo $X; (exit 5)"))
+    (await box.commands.run("until test -s /tmp/runs; do sleep 0.05; done", command_timeout_s=30)).check()
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    result = await running
+    assert (result.exit_code, (await session.run("cat /tmp/runs; echo $X")).output) == (5, "begun\nkept\n")
+    log = await session.read_log(result.log_from, limit=result.log_to - result.log_from)
+    assert log.data == b"kept\n"
+
+
+def test_the_sync_client_has_them_too(server: Server) -> None:
+    endpoint = server.endpoint()
+    with dsec.Client(endpoint.url, endpoint.api_key) as client, client.create("debian") as sandbox:
+        session = sandbox.sessions.open()
+        assert isinstance(session, dsec.Session)
+        assert session.run("cd /tmp; pwd").output == "/tmp\n"
+        assert sandbox.sessions.get().run("pwd").exit_code == 0
+
+
+async def test_bad_requests(server: Server, box: AsyncSandbox) -> None:
+    await box.sessions.open()
+    base = f"{server.url}/v1/sandboxes/{box.id}/sessions"
+    headers = {"Authorization": f"Bearer {server.endpoint().api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+
+        async def status(method: str, path: str, body: bytes = b"") -> int:
+            async with http.request(method, base + path, data=body) as response:
+                assert (await response.json())["code"]
+                return response.status
+
+        assert await status("POST", "", b"{") == 400
+        assert await status("POST", "", b'{"nmae": "x"}') == 400
+        assert await status("POST", "", b'{"name": ""}') == 400
+        assert await status("POST", "/default/run", b'{"command": 1}') == 400
+        assert await status("POST", "/default/run", b'{"command": "a\\u0000b"}') == 400
+        assert await status("POST", "/default/run", b'{"command": "true", "output_bytes": -1}') == 400
+        assert await status("POST", "/default/run", b'{"command": "true", "command_timeout_s": 0}') == 400
+        assert await status("POST", "/default/run?x=1", b'{"command": "true"}') == 400
+        assert await status("GET", "/default/run") == 405
+        assert await status("POST", "/default/nope") == 404
+        assert await status("POST", "/nope/run", b'{"command": "true"}') == 404
+        assert await status("GET", "/default/log?offset=-1") == 400
+        assert await status("GET", "/default/log?limit=0") == 400
+        assert await status("GET", "/default/log?limit=999999999999") == 400
