@@ -11,7 +11,8 @@ import pytest
 from edge_kit import Kit, finish, spec, until
 
 from dsec.edge import events as events_module
-from dsec.edge.config import SystemClock
+from dsec.edge.config import EdgeConfig, SystemClock
+from dsec.edge.context import REQUEST_ID
 from dsec.edge.events import Events
 from dsec.errors import CreateFailed, SandboxNotFound
 from dsec.journal.event_store import EventStore
@@ -102,6 +103,33 @@ async def test_after_a_crash_a_gap_says_that_events_may_be_lost(kit: Kit) -> Non
         events = second.events(box)
         assert types(events) == ["created", "adopted"]
         assert events[1].seq > events_module.LOST_MOST
+
+
+async def test_each_event_names_the_request_that_asked_for_it(kit: Kit) -> None:
+    """Also where another request, or none, let it happen."""
+    kit.config = EdgeConfig(max_starting=1, max_ending=1)
+    kit.host.create_delay_s = 0.02
+    async with kit.edge() as edge:
+
+        async def create(number: int) -> str:
+            REQUEST_ID.set(f"make-{number}")
+            return (await edge.create(spec(), project="p")).sandbox.id
+
+        boxes = await asyncio.gather(*(asyncio.ensure_future(create(number)) for number in range(4)))
+        for number, box in enumerate(boxes):
+            assert edge.events(box)[0].data["request_id"] == f"make-{number}"
+
+        async def delete(box: str) -> None:
+            REQUEST_ID.set(f"end-{box}")
+            await edge.delete(box)
+
+        kit.host.kill_guest(boxes[0])
+        await asyncio.gather(*(asyncio.ensure_future(delete(box)) for box in boxes[1:]))
+        for box in boxes[1:]:
+            assert edge.events(box)[-2].data["request_id"] == f"end-{box}"
+        await until(lambda: boxes[0] not in edge._lives.sandboxes)
+        assert edge.events(boxes[0])[-2].type == "ending"
+        assert "request_id" not in edge.events(boxes[0])[-2].data, "nobody asked for it"
 
 
 async def test_a_creation_that_failed(kit: Kit) -> None:

@@ -9,3 +9,9 @@ from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("dsec_request_id", default="")
 SANDBOX_ID: ContextVar[str] = ContextVar("dsec_sandbox_id", default="")
+
+
+def work_on(sandbox_id: str, request_id: str) -> None:
+    """For a task that works for somebody else than who spawned it."""
+    SANDBOX_ID.set(sandbox_id)
+    REQUEST_ID.set(request_id)

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from dsec.edge.client import Created
 from dsec.edge.config import Capacity, EdgeConfig
+from dsec.edge.context import REQUEST_ID, work_on
 from dsec.edge.gate import Gate
 from dsec.edge.notes import KEEP_S, Notes
 from dsec.edge.removal import Removals
@@ -89,6 +90,7 @@ class Lives:
         now = self._clock.monotonic()
         sandbox = Sandbox(record, backend, now)
         sandbox.token = token
+        sandbox.request_id = REQUEST_ID.get()
         ready: asyncio.Future[Created] = asyncio.get_running_loop().create_future()
         quiet(ready)
         sandbox.ready = ready
@@ -117,6 +119,7 @@ class Lives:
         self._tasks.spawn(self._bring_up(sandbox, now))
 
     async def _bring_up(self, sandbox: Sandbox, began: float) -> None:
+        work_on(sandbox.id, sandbox.request_id)  # who let it in is somebody else
         failure: DsecError | None = None
         try:
             instance, record_s = await self._make(sandbox)
@@ -187,6 +190,7 @@ class Lives:
         """End it, if it isn't ending already; the future (shared: shield it) resolves when nothing is left."""
         future = self.ended(sandbox)
         if sandbox.state not in (State.ENDING, State.ENDED):
+            sandbox.request_id = REQUEST_ID.get()
             self._end(sandbox, Event.END, cause, message)
         return future
 

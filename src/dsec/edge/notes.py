@@ -42,7 +42,9 @@ class Notes:
             "create_ms": round(create_s * 1e3, 3),
             "phases": {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in phases.items()},
         }
-        self.events.add(sandbox.id, EventType.CREATED, _with_request(data))
+        if sandbox.request_id:
+            data["request_id"], sandbox.request_id = sandbox.request_id, ""
+        self.events.add(sandbox.id, EventType.CREATED, data)
 
     def ending(self, sandbox: Sandbox) -> None:
         """Its end is decided, its removal is next."""
@@ -50,7 +52,9 @@ class Notes:
         data: dict[str, Any] = {"cause": record.cause, "infra": record.cause is not None and record.cause.infra}
         if record.message:
             data["message"] = record.message
-        self.events.add(sandbox.id, EventType.ENDING, _with_request(data))
+        if sandbox.request_id:
+            data["request_id"] = sandbox.request_id
+        self.events.add(sandbox.id, EventType.ENDING, data)
         log.debug("sandbox %s: ending: %s %s", sandbox.id, record.cause, record.message)
 
     def ended(self, sandbox: Sandbox, now: float) -> None:
@@ -65,10 +69,7 @@ class Notes:
         """The guest was asked to run it as its operation `op`."""
         self.tally.commands += 1
         data = {"command": key, "argv0": argv0[:200], "op": op}
-        request_id = REQUEST_ID.get()
-        if request_id:
-            data["request_id"] = request_id
-        self.events.add(sandbox.id, EventType.COMMAND_STARTED, data)
+        self.events.add(sandbox.id, EventType.COMMAND_STARTED, _with_request(data))
 
     def command_ended(self, sandbox: Sandbox, key: str, status: ExecStatus, began: float | None, now: float) -> None:
         """Its result is known; once each. `began`: when it was asked for, None where an earlier edge was."""

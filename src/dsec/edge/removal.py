@@ -14,6 +14,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from dsec.edge.config import EdgeConfig
+from dsec.edge.context import work_on
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks, bug, log
 from dsec.edge.timers import Timers
@@ -69,6 +70,7 @@ class Removals:
             self._tasks.spawn(self._take_down(self._queue.popleft()))
 
     async def _take_down(self, sandbox: Sandbox) -> None:
+        work_on(sandbox.id, sandbox.request_id)
         try:
             try:
                 await self._journal.put(sandbox.record)

@@ -35,6 +35,7 @@ class Sandbox:
         "ready",
         "record",
         "removal_failures",
+        "request_id",
         "requests",
         "running_at",
         "token",
@@ -60,6 +61,8 @@ class Sandbox:
         self.running_at: float | None = None
         """Until its first command has a result."""
         self.ending_at = now
+        self.request_id = ""
+        """Of who asked for its making, then for its end."""
         self.due: float | None = None
         """When its ttl_s passes, on the monotonic clock."""
         self.requests = 0
