@@ -151,6 +151,7 @@ def end(server: Server) -> None:
         server.stop()
     left = server.census().beyond(census.Census())
     assert not left, left
+    assert not server.config.run.exists(), sorted(server.config.run.rglob("*"))
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -138,8 +138,14 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
     finally:
         await edge.close(keep=keep)
         if not keep:
-            with contextlib.suppress(OSError):
-                config.run.rmdir()
+            _remove_empty(config.run)
+
+
+def _remove_empty(top: Path) -> None:
+    """The mount points and directories that are left; where something is still in use it stays."""
+    for directory, _, _ in os.walk(top, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(directory).rmdir()
 
 
 def serve(
