@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SDK = ROOT / "src" / "dsec" / "sdk"
 TARGETS = {
-    "_sync_inside": ("_command", "_commands", "_files"),
+    "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions",),
     "_sync": ("_sandbox", "_client"),
 }
@@ -31,6 +31,9 @@ CLASSES = {
     "AsyncCommand": "Command",
     "AsyncCommands": "Commands",
     "AsyncFiles": "Files",
+    "AsyncPortStream": "PortStream",
+    "AsyncPorts": "Ports",
+    "AsyncWatch": "Watch",
     "AsyncSession": "Session",
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
@@ -43,7 +46,7 @@ tool."""
 from __future__ import annotations
 
 '''
-_NAMES = re.compile(r"\bAsync(Commands?|Files|Sandbox|Sessions?|Run|Client)\b")
+_NAMES = re.compile(r"\bAsync(Commands?|Files|PortStream|Ports|Watch|Sandbox|Sessions?|Run|Client)\b")
 
 
 def sync_names(text: str) -> str:

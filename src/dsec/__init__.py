@@ -16,20 +16,23 @@ from dsec.sdk._command import AsyncCommand
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sessions import AsyncSession
+from dsec.sdk._streams import AsyncPortStream, AsyncWatch
 from dsec.sdk._sync import Client, Run, Sandbox
-from dsec.sdk._sync_inside import Command
+from dsec.sdk._sync_inside import Command, PortStream, Watch
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
-from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, FileEvent, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
 from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 
 __all__ = [
     "AsyncClient",
     "AsyncCommand",
+    "AsyncPortStream",
     "AsyncRun",
     "AsyncSandbox",
     "AsyncSession",
+    "AsyncWatch",
     "CallerError",
     "Cause",
     "Client",
@@ -39,9 +42,11 @@ __all__ = [
     "CreateResult",
     "DsecError",
     "ExecSpec",
+    "FileEvent",
     "FileInfo",
     "Output",
     "PlatformError",
+    "PortStream",
     "ProcessInfo",
     "PtySize",
     "Run",
@@ -55,5 +60,6 @@ __all__ = [
     "SessionLog",
     "SessionResult",
     "State",
+    "Watch",
     "errors",
 ]

@@ -10,9 +10,11 @@ import dsec
 PUBLIC = [
     "AsyncClient",
     "AsyncCommand",
+    "AsyncPortStream",
     "AsyncRun",
     "AsyncSandbox",
     "AsyncSession",
+    "AsyncWatch",
     "CallerError",
     "Cause",
     "Client",
@@ -22,9 +24,11 @@ PUBLIC = [
     "CreateResult",
     "DsecError",
     "ExecSpec",
+    "FileEvent",
     "FileInfo",
     "Output",
     "PlatformError",
+    "PortStream",
     "ProcessInfo",
     "PtySize",
     "Run",
@@ -38,6 +42,7 @@ PUBLIC = [
     "SessionLog",
     "SessionResult",
     "State",
+    "Watch",
     "errors",
 ]
 """A name is added here on purpose, and taken away with a major version only."""

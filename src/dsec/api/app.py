@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, control, exec, files, openapi, seeing, sessions
+from dsec.api import batch, control, exec, files, openapi, seeing, sessions, streams
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
@@ -57,8 +57,7 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "websocket":
-                await receive()
-                await send({"type": "websocket.close", "code": 1000})
+                await streams.websocket(self._edge, scope, receive, send)
                 return
             await self._control(scope, receive, send)  # type: ignore[arg-type]
             return
@@ -225,6 +224,7 @@ _FILES = {
     "move": ("POST", files.move),
     "mkdir": ("POST", files.mkdir),
     "remove": ("POST", files.remove),
+    "watch": ("GET", streams.watch),
 }
 _COMMANDS = {"stdin": exec.stdin, "signal": exec.signal, "resize": exec.resize}
 

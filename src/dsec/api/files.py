@@ -44,7 +44,7 @@ async def read(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
         raise InvalidRequest("offset and length cannot be negative")
     content = cast(
         "AsyncGenerator[bytes]",
-        edge.read_file(sandbox_id, _path(x), user=x.text("user"), offset=offset, length=length),
+        edge.read_file(sandbox_id, path_of(x), user=x.text("user"), offset=offset, length=length),
     )
     async with aclosing(content):
         first = await anext(content, b"")
@@ -61,7 +61,7 @@ async def write(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     x.check_query("path", "user", "mode", "parents", "append", "exclusive")
     written = await edge.write_file(
         sandbox_id,
-        _path(x),
+        path_of(x),
         x.chunks(),
         user=x.text("user"),
         mode=_mode(x),
@@ -75,7 +75,7 @@ async def write(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
 async def stat(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """GET .../files/stat"""
     x.check_query("path", "user", "follow")
-    info = await edge.stat_file(sandbox_id, _path(x), user=x.text("user"), follow=x.value("follow", bool, False))
+    info = await edge.stat_file(sandbox_id, path_of(x), user=x.text("user"), follow=x.value("follow", bool, False))
     await x.answer(200, _as_json(info))
 
 
@@ -85,7 +85,7 @@ async def listing(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     depth = x.value("depth", int, 1)
     if not 1 <= depth <= 1000:
         raise InvalidRequest("depth is 1..1000")
-    entries = await edge.list_files(sandbox_id, _path(x), user=x.text("user"), depth=depth)
+    entries = await edge.list_files(sandbox_id, path_of(x), user=x.text("user"), depth=depth)
     await x.answer(200, Listing([_as_json(entry) for entry in entries]))
 
 
@@ -93,7 +93,7 @@ async def move(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../files/move"""
     x.check_query("path", "to", "user", "exclusive")
     await edge.move_file(
-        sandbox_id, _path(x), _path(x, "to"), user=x.text("user"), exclusive=x.value("exclusive", bool, False)
+        sandbox_id, path_of(x), path_of(x, "to"), user=x.text("user"), exclusive=x.value("exclusive", bool, False)
     )
     await x.empty()
 
@@ -102,7 +102,7 @@ async def mkdir(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../files/mkdir"""
     x.check_query("path", "user", "mode", "parents")
     await edge.make_directory(
-        sandbox_id, _path(x), user=x.text("user"), mode=_mode(x), parents=x.value("parents", bool, False)
+        sandbox_id, path_of(x), user=x.text("user"), mode=_mode(x), parents=x.value("parents", bool, False)
     )
     await x.empty()
 
@@ -110,11 +110,11 @@ async def mkdir(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
 async def remove(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../files/remove"""
     x.check_query("path", "user", "recursive")
-    await edge.remove_file(sandbox_id, _path(x), user=x.text("user"), recursive=x.value("recursive", bool, False))
+    await edge.remove_file(sandbox_id, path_of(x), user=x.text("user"), recursive=x.value("recursive", bool, False))
     await x.empty()
 
 
-def _path(x: Exchange, name: str = "path") -> bytes:
+def path_of(x: Exchange, name: str = "path") -> bytes:
     path = x.raw(name)
     if not path:
         raise InvalidRequest(f"argument {name!r} is missing", remedy="paths go into the query, percent-encoded")

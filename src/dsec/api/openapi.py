@@ -15,6 +15,7 @@ from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, Exec
 from dsec.api.exec import Processes, ReleaseRequest, SignalRequest, Started, StdinTaken
 from dsec.api.files import Listing, Written
 from dsec.api.sessions import SessionList
+from dsec.api.streams import WatchItem
 from dsec.edge.client import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.errors import ErrorBody
@@ -187,6 +188,13 @@ CALLS = (
         summary="Entries below a directory",
         query=("path", "user", "depth"),
         gives=(_JSON, Listing),
+    ),
+    Call(
+        method="get",
+        path=f"{_ONE}/files/watch",
+        summary="What happens in a directory, a line an event, from the answer's beginning until the directory's end",
+        query=("path", "user", "recursive"),
+        gives=(_NDJSON, WatchItem),
     ),
     Call(
         method="get",

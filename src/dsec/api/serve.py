@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from dsec.api.app import Api
 from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, WHOLE_EXTENSION
 from dsec.errors import ErrorBody, Unavailable
 
+WS_MESSAGE_BYTES = 4 << 20
 BACKLOG = 4096
 KEEP_ALIVE_S = 120
 """Longer than clients keep idle connections, so that they and not we close them."""
@@ -114,6 +116,14 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's WebSockets; a refusal that was answered as HTTP isn't taken for a handshake that was forgotten."""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        self.handshake_complete |= self.close_sent
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -158,7 +168,10 @@ class ApiServer:
         config = uvicorn.Config(
             self._api,
             http=Protocol,
-            ws="none",
+            ws=WebSocketProtocol,
+            ws_per_message_deflate=False,
+            ws_ping_interval=None,  # a peer that doesn't read for a while is no dead peer
+            ws_max_size=WS_MESSAGE_BYTES,
             lifespan="off",
             interface="asgi3",
             log_config=None,

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import FileMissing, InvalidRequest, Unavailable
+from dsec.sdk._streams import AsyncWatch
 from dsec.sdk._transport import Body, Retry, Transport, cut_errors, timed_out
 from dsec.spec.sandbox import FileInfo
 
@@ -154,6 +155,21 @@ class AsyncFiles:
         url = self._transport.url(f"{self._path}/list", path=_bytes(path), depth=depth, user=user)
         listing = await self._transport.call("GET", url, _Listing, request_timeout_s=request_timeout_s)
         return [_decoded(entry) for entry in listing.entries]
+
+    async def watch(
+        self, path: Path, *, recursive: bool = False, user: str | None = None, request_timeout_s: float | None = None
+    ) -> AsyncWatch:
+        """Watch a directory, `recursive`: with all below it. Returns when nothing that happens from now on is missed;
+        `request_timeout_s` limits that. Raises `QuotaExceeded` where there are more directories than a watch can
+        follow."""
+        url = self._transport.url(f"{self._path}/watch", path=_bytes(path), recursive=recursive or None, user=user)
+        if request_timeout_s is None:
+            return AsyncWatch(await self._transport.open("GET", url))
+        try:
+            async with asyncio.timeout(request_timeout_s):
+                return AsyncWatch(await self._transport.open("GET", url))
+        except TimeoutError:
+            raise timed_out(request_timeout_s) from None
 
     async def move(
         self,

@@ -18,6 +18,7 @@ from dsec.sdk._files import AsyncFiles
 from dsec.sdk._lines import lines
 from dsec.sdk._results import CreateResult
 from dsec.sdk._sessions import AsyncSessions
+from dsec.sdk._streams import AsyncPorts
 from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
@@ -62,6 +63,7 @@ class AsyncSandbox:
         self.commands: AsyncCommands = AsyncCommands(transport, info.id)
         self.files: AsyncFiles = AsyncFiles(transport, info.id)
         self.sessions: AsyncSessions = AsyncSessions(transport, info.id)
+        self.ports: AsyncPorts = AsyncPorts(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.info.state} {self.info.spec.environment}>"

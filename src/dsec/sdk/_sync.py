@@ -13,7 +13,7 @@ from dsec.sdk._client import AsyncClient, Keys, Layers
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
-from dsec.sdk._sync_inside import Commands, Files
+from dsec.sdk._sync_inside import Commands, Files, Ports
 from dsec.sdk._sync_sessions import Sessions
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
@@ -54,6 +54,10 @@ class Sandbox(Wrapper):
     @property
     def sessions(self) -> Sessions:
         return Sessions(self._async.sessions)
+
+    @property
+    def ports(self) -> Ports:
+        return Ports(self._async.ports)
 
     def __repr__(self) -> str:
         return repr(self._async).replace("Async", "", 1)

@@ -11,7 +11,89 @@ from dsec.sdk._commands import AsyncCommands
 from dsec.sdk._files import AsyncFiles, Content, Path
 from dsec.sdk._portal import Wrapper, call, iterate
 from dsec.sdk._results import CommandResult, Output
-from dsec.spec.sandbox import FileInfo, ProcessInfo, PtySize
+from dsec.sdk._streams import AsyncPorts, AsyncPortStream, AsyncWatch
+from dsec.spec.sandbox import FileEvent, FileInfo, ProcessInfo, PtySize
+
+
+class Watch(Wrapper):
+    """Events of a directory; made by `files.watch`. Iterate over it: it ends when the directory is removed or moved
+    away, with a `remove` event of the path "". Close it when done early, or use `with`.
+
+    The iteration raises `QuotaExceeded` where the tree got more directories than a watch can follow, `Unavailable`
+    where the connection broke: look at the directory, and watch again.
+    """
+
+    _async: AsyncWatch
+
+    def __init__(self, inner: AsyncWatch) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return call(self._async.__aexit__(kind, error, trace))
+
+    def __iter__(self) -> Iterator[FileEvent]:
+        return iterate(aiter(self._async))
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        return call(self._async.close())
+
+
+class Ports(Wrapper):
+    """Connections to what listens in one sandbox; `sandbox.ports`."""
+
+    _async: AsyncPorts
+
+    def __init__(self, inner: AsyncPorts) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def connect(self, port: int, *, request_timeout_s: float | None = None) -> PortStream:
+        """Connect to a TCP port on the loopback inside. Raises `PortClosed` where nothing listens there,
+        `InvalidRequest`, `SandboxNotFound`, `SandboxEnded`, `QuotaExceeded`, `Unavailable`, `RequestTimeout`."""
+        return PortStream(call(self._async.connect(port, request_timeout_s=request_timeout_s)))
+
+
+class PortStream(Wrapper):
+    """A connection to a port inside; made by `ports.connect`. Close it in the end, or use `with`."""
+
+    _async: AsyncPortStream
+
+    def __init__(self, inner: AsyncPortStream) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def __enter__(self) -> PortStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return call(self._async.__aexit__(kind, error, trace))
+
+    def read(self) -> bytes:
+        """Some bytes; b"" when the other side has ended its direction. Raises `PortClosed` where the connection inside
+        was cut, `Unavailable` where ours was."""
+        return call(self._async.read())
+
+    def write(self, data: bytes) -> None:
+        """Send, waiting while the other side doesn't read. Dropped where it doesn't take any more. Raises `Unavailable`
+        where the connection to the server is gone."""
+        return call(self._async.write(data))
+
+    def close_write(self) -> None:
+        """End our direction; reading goes on. Idempotent."""
+        return call(self._async.close_write())
+
+    def close(self) -> None:
+        """End both directions. Idempotent."""
+        return call(self._async.close())
 
 
 class Command(Wrapper):
@@ -297,6 +379,14 @@ class Files(Wrapper):
     ) -> list[FileInfo]:
         """Entries below a directory, `depth` levels of them; names are relative to it."""
         return call(self._async.list(path, depth=depth, user=user, request_timeout_s=request_timeout_s))
+
+    def watch(
+        self, path: Path, *, recursive: bool = False, user: str | None = None, request_timeout_s: float | None = None
+    ) -> Watch:
+        """Watch a directory, `recursive`: with all below it. Returns when nothing that happens from now on is missed;
+        `request_timeout_s` limits that. Raises `QuotaExceeded` where there are more directories than a watch can
+        follow."""
+        return Watch(call(self._async.watch(path, recursive=recursive, user=user, request_timeout_s=request_timeout_s)))
 
     def move(
         self,

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -190,6 +190,31 @@ class Transport:
             retry = retry or Retry(self)
             await retry.wait(failure, at_least_s=again_s)
 
+    async def websocket(self, url: URL) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket. Connection failures are retried as those of requests are. Raises what the server answers."""
+        import aiohttp  # noqa: PLC0415
+
+        retry: Retry | None = None
+        while True:
+            session = self._session if self._usable() else await self._new_session()
+            assert session is not None
+            used = self.endpoint.api_key
+            try:
+                found = await session.ws_connect(url, max_msg_size=0)
+            except aiohttp.WSServerHandshakeError as error:
+                failure = _refusal(error)
+                if isinstance(failure, Unauthenticated) and self._known and await self._new_key(used):
+                    continue
+                raise failure from None
+            except cut_errors() as error:
+                if isinstance(error, _connect_errors()) and not self._reached:
+                    raise self._unreachable(error) from error
+                retry = retry or Retry(self)
+                await retry.wait(error)
+                continue
+            self._reached = self._known = True
+            return found
+
     def _unreachable(self, error: BaseException) -> Unavailable:
         reason = getattr(error, "strerror", None) or error
         return Unavailable(
@@ -327,6 +352,15 @@ def timed_out(request_timeout_s: float, **details: object) -> RequestTimeout:
         remedy="what was asked for may go on on the server",
         **details,
     )
+
+
+def _refusal(error: aiohttp.WSServerHandshakeError) -> DsecError:
+    """The error of a WebSocket that the server refused: its body isn't shown, so that it comes in a header too."""
+    told = unquote(error.headers.get("x-dsec-error", "")) if error.headers else ""
+    try:
+        return from_body(_ERROR.decode(told))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return Unavailable(f"HTTP status {error.status}: {error.message}", remedy="check the URL of the server")
 
 
 async def _failure(response: aiohttp.ClientResponse) -> tuple[DsecError, float | None]:
