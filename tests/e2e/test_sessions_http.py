@@ -59,6 +59,34 @@ async def test_a_timeout_stops_the_command_and_keeps_the_session(box: AsyncSandb
     assert (await session.run("echo $X")).output == "1\n"
 
 
+async def test_endless_output_is_stopped(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    result = await session.run("yes", output_bytes=4)
+    assert (result.output, result.truncated, result.output_limit, result.timed_out) == ("y\ny\n", True, True, False)
+    assert (await session.run("echo on")).output == "on\n"
+
+
+async def test_another_users_program_is_stopped_too(box: AsyncSandbox) -> None:
+    session = await box.sessions.open(user="nobody", cwd="/tmp")
+    assert (await session.run("id -un")).output == "nobody\n"
+    result = await session.run("bash -c 'trap \"\" INT; sleep 1000'", command_timeout_s=0.2)
+    assert (result.timed_out, result.ended, result.exit_code) == (True, False, 137)
+
+
+async def test_other_arguments_under_a_name(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    with pytest.raises(errors.Conflict, match="other arguments"):
+        await box.sessions.open(cwd="/tmp")
+    assert (await session.run("exit")).ended
+    assert (await (await box.sessions.open(cwd="/tmp")).run("pwd")).output == "/tmp\n"
+
+
+async def test_many_open_one_session_at_once(box: AsyncSandbox) -> None:
+    sessions = await asyncio.gather(*(box.sessions.open() for _ in range(8)))
+    assert (await sessions[0].run("X=1; echo $$")).output == (await sessions[7].run("echo $$")).output
+    assert len(await box.sessions.list()) == 1
+
+
 async def shown(session: AsyncSession, text: bytes) -> None:
     """Wait until it is in the log; the test's own timeout is the bound."""
     async with asyncio.timeout(30):

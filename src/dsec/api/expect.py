@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 MAX_PATTERNS = 16
 MAX_PATTERN_CHARS = 512
 WINDOW_BYTES = 4096
-"""A match lies within the last so many bytes of output."""
+"""A pattern with a repetition matches within the last so many bytes of output."""
 _SMALL = 4
 _REPEATS = (sre_constants.MAX_REPEAT, sre_constants.MIN_REPEAT)
 
@@ -33,30 +33,34 @@ class Expect:
         """Raises `InvalidRequest` for one that is broken or could take long."""
         if len(patterns) > MAX_PATTERNS:
             raise InvalidRequest(f"at most {MAX_PATTERNS} patterns at a time")
-        self._patterns = [(pattern, _compiled(pattern)) for pattern in patterns]
+        self._patterns = [(pattern, *_compiled(pattern)) for pattern in patterns]
+        self._seen = 0
+        """So much of the output held no match when it was searched last."""
 
     def search(self, output: bytes | bytearray) -> tuple[str, int, int] | None:
-        """The earliest match: which pattern, where it begins and ends."""
-        start = max(0, len(output) - WINDOW_BYTES)
-        window = bytes(output[start:])
+        """The earliest match: which pattern, where it begins and ends. Call it with what grows, or was taken from."""
+        fresh = max(0, self._seen - WINDOW_BYTES) if self._seen <= len(output) else 0
         found: tuple[str, int, int] | None = None
-        for text, pattern in self._patterns:
-            match = pattern.search(window)
-            if match is not None and (found is None or start + match.start() < found[1]):
-                found = (text, start + match.start(), start + match.end())
+        for text, pattern, repeats in self._patterns:
+            match = pattern.search(output, max(fresh, len(output) - WINDOW_BYTES) if repeats else fresh)
+            if match is not None and (found is None or match.start() < found[1]):
+                found = (text, match.start(), match.end())
+        self._seen = 0 if found else len(output)
         return found
 
 
-def _compiled(text: str) -> re.Pattern[bytes]:
+def _compiled(text: str) -> tuple[re.Pattern[bytes], bool]:
+    """Also says whether it holds a repetition."""
     try:
         raw = text.encode()
         parsed = cast("Any", sre_parse).parse(raw, re.DOTALL)
-        if len(text) > MAX_PATTERN_CHARS or _cost(parsed) > 1:
+        cost = _cost(parsed)
+        if len(text) > MAX_PATTERN_CHARS or cost > 1:
             raise InvalidRequest(
                 f"the pattern {text[:100]!r} could take long to match",
                 remedy=f"Use at most {MAX_PATTERN_CHARS} characters with one repetition (*, +).",
             )
-        return re.compile(raw, re.DOTALL)
+        return re.compile(raw, re.DOTALL), cost > 0
     except (re.error, UnicodeEncodeError, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"the pattern {text[:100]!r} is not a regular expression: {error}") from None
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.api.exchange import Exchange
-from dsec.edge.sessions import Session, Sessions
+from dsec.edge.sessions import Session, Sessions, Stop
 from dsec.edge.shell import Run
 from dsec.errors import Conflict, InvalidRequest
 from dsec.spec.sessions import (
@@ -26,7 +26,6 @@ from dsec.spec.sessions import (
 
 MAX_LOG_BYTES = 16 << 20
 LOG_BYTES = 1 << 20
-INTERRUPT_GRACE_S = 2.0
 _SPEC = msgspec.json.Decoder(SessionSpec)
 _COMMAND = msgspec.json.Decoder(SessionCommand)
 _INPUT = msgspec.json.Decoder(SessionInput)
@@ -67,10 +66,9 @@ async def run(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
     request = x.decode(_COMMAND, await x.body())
     session = await sessions.get(sandbox_id, name)
     started, _ = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
-    timed_out = not await session.until(lambda: started.done, request.command_timeout_s)
-    if timed_out:  # also for a repeated request: who asked first may be gone with an earlier server
-        await sessions.stop(sandbox_id, session, started, INTERRUPT_GRACE_S)
-    await x.answer(200, _result(session, started, timed_out))
+    # A repeated request limits it too: who asked first may be gone with an earlier server.
+    stopped = await sessions.finish(sandbox_id, session, started, request.command_timeout_s)
+    await x.answer(200, _result(session, started, stopped))
 
 
 async def send(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> None:
@@ -119,7 +117,7 @@ async def log(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
 VERBS = {"run": ("POST", run), "input": ("POST", send), "interrupt": ("POST", interrupt), "log": ("GET", log)}
 
 
-def _result(session: Session, started: Run, timed_out: bool) -> SessionResult:
+def _result(session: Session, started: Run, stopped: Stop | None) -> SessionResult:
     data = bytes(started.output)
     try:
         text, raw = data.decode(), None
@@ -133,7 +131,8 @@ def _result(session: Session, started: Run, timed_out: bool) -> SessionResult:
         exit_code=code,
         output=text,
         output_b64=raw,
-        timed_out=timed_out,
+        timed_out=stopped is Stop.TIMEOUT,
+        output_limit=stopped is Stop.OUTPUT,
         truncated=started.dropped > 0,
         ended=session.ended,
         log_from=begin,

@@ -35,7 +35,7 @@ from dsec.api.swerex_wire import (
     as_text,
 )
 from dsec.edge.client import EdgeClient
-from dsec.edge.sessions import Session, Sessions
+from dsec.edge.sessions import COMMAND_BYTES, GRACE_S, Session, Sessions
 from dsec.edge.shell import Run
 from dsec.errors import (
     Conflict,
@@ -176,14 +176,14 @@ class Swerex:
         if action.action_type == "bash_interrupt":
             return await self._interrupt(sandbox_id, session, action)
         if action.is_interactive_command or action.is_interactive_quit:
-            return await self._interactive(session, action)
+            return await self._interactive(sandbox_id, session, action)
         return await self._normal(sandbox_id, session, action, request_id)
 
     async def _normal(self, sandbox_id: str, session: Session, action: Action, request_id: str) -> Observation:
         expect = Expect(action.expect)
         await self._check_syntax(sandbox_id, action.command)
         run = await self._start(session, action.command, request_id or None)
-        matched = await self._wait(session, run, expect, action)
+        matched = await self._wait(sandbox_id, session, run, expect, action)
         output = as_text(matched[1])
         if matched[0] != PROMPT:
             if action.check == "raise":
@@ -196,7 +196,7 @@ class Swerex:
             raise SwerexError("NonZeroExitCodeError", _told(action.error_msg, message))
         return Observation(output, run.code, expect_string=PROMPT)
 
-    async def _interactive(self, session: Session, action: Action) -> Observation:
+    async def _interactive(self, sandbox_id: str, session: Session, action: Action) -> Observation:
         """Something that doesn't end: a line for the program in the foreground, or the start of one."""
         expect = Expect(action.expect)
         current = session.machine.current
@@ -205,7 +205,7 @@ class Swerex:
             run = current
         else:
             run = await self._start(session, action.command, None)
-        string, data = await self._wait(session, run, expect, action)
+        string, data = await self._wait(sandbox_id, session, run, expect, action)
         output = as_text(data)
         if not action.is_interactive_quit:
             output = output.lstrip().removeprefix(action.command).strip()  # some programs echo
@@ -239,10 +239,15 @@ class Swerex:
             raise SwerexError("SwerexException", "this request was answered already")
         return run
 
-    async def _wait(self, session: Session, run: Run, expect: Expect, action: Action) -> tuple[str, bytes]:
+    async def _wait(
+        self, sandbox_id: str, session: Session, run: Run, expect: Expect, action: Action
+    ) -> tuple[str, bytes]:
         """Which string ended the wait, and the output before it."""
-        came = await session.until(lambda: run.done or expect.search(run.output) is not None, action.timeout)
-        if not came:
+
+        def over() -> bool:
+            return run.done or run.size > COMMAND_BYTES or expect.search(run.output) is not None
+
+        if not await session.until(over, action.timeout):
             raise SwerexError(
                 "CommandTimeoutError",
                 f"timeout after {action.timeout} seconds while running command {action.command!r}",
@@ -250,7 +255,10 @@ class Swerex:
             )
         found = _matched(run, expect)
         if found is None and not run.done:
-            raise _shell_gone(session, run)
+            if session.ended:
+                raise _shell_gone(session, run)
+            await self._sessions.stop(sandbox_id, session, run, GRACE_S)
+            raise SwerexError("SwerexException", f"{action.command!r} was stopped: it wrote over {COMMAND_BYTES} bytes")
         return found or (PROMPT, run.take())
 
     async def _check_syntax(self, sandbox_id: str, command: str) -> None:

@@ -13,11 +13,13 @@ import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from enum import Enum
 from typing import cast
+from weakref import WeakValueDictionary
 
 from dsec.edge.client import EdgeClient, Execution
 from dsec.edge.shell import MAX_COMMAND_BYTES, Machine, Output, Parser, Run, probe, secret_of, setup
-from dsec.edge.tasks import Tasks, quiet
+from dsec.edge.tasks import Tasks, bug, quiet
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, Unavailable, Unsupported
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
@@ -25,10 +27,14 @@ from dsec.spec.sandbox import ExecSpec, ExecStatus, PtySize
 from dsec.spec.sessions import SessionInfo, SessionSpec
 
 READY_S = 30.0
+GRACE_S = 2.0
+"""How long ^C may take to work."""
 QUIET_S = 0.1
 """A log that gave nothing for so long has been read to its end."""
-LOG_BYTES = 1 << 30
+LOG_BYTES = 256 << 20
 """A session's output in all; beyond it the session is ended."""
+COMMAND_BYTES = 64 << 20
+"""One command's output; beyond it the command is stopped."""
 LIFE_S = 365 * 86400.0
 HEAD_BYTES = 64 << 10
 """The shell is ready within so much of its log."""
@@ -44,12 +50,18 @@ kill -9 -- "-$7"
 """Ends what is in the foreground of the terminal of a shell ($1, its process): exit code 3: the shell itself is."""
 
 
+class Stop(Enum):
+    """Why a command was stopped."""
+
+    TIMEOUT = 1
+    OUTPUT = 2
+
+
 class Session:
     """One session. Made by `Sessions`."""
 
-    def __init__(self, name: str, execution: Execution, secret: str, user: str | None = None) -> None:
+    def __init__(self, name: str, execution: Execution, secret: str) -> None:
         self.name = name
-        self.user = user
         self.execution = execution
         self.machine = Machine(secret)
         self.status: ExecStatus | None = None
@@ -126,6 +138,9 @@ class Session:
         except DsecError as error:
             self.failure = error
             self._wake()
+        except Exception as error:  # noqa: BLE001 (who waits must hear of it)
+            self.failure = bug("reading a session's log failed", error)
+            self._wake()
 
     async def _change(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
@@ -149,7 +164,8 @@ class Sessions:
     def __init__(self, edge: EdgeClient) -> None:
         self._edge = edge
         self._known: dict[tuple[str, str], Session] = {}
-        self._opening: dict[tuple[str, str], asyncio.Lock] = {}
+        self._finding: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """One at a time looks for a session that isn't known."""
         self._tasks = Tasks()
         self._sweep_at = _SWEEP
 
@@ -159,14 +175,13 @@ class Sessions:
         Raises `Unsupported` where the image has no bash, `InvalidRequest` for a user or directory that can't be,
         `Conflict` where a session of the name was opened with another spec, and what `EdgeClient.exec` raises.
         """
-        at = (sandbox_id, spec.name)
-        async with self._opening.setdefault(at, asyncio.Lock()):
-            try:
-                return await asyncio.shield(self._tasks.spawn(self._open(sandbox_id, spec)))
-            finally:
-                self._opening.pop(at, None)
+        return await asyncio.shield(self._tasks.spawn(self._open(sandbox_id, spec)))
 
     async def _open(self, sandbox_id: str, spec: SessionSpec) -> tuple[Session, bool]:
+        async with self._lock(sandbox_id, spec.name):
+            return await self._open_alone(sandbox_id, spec)
+
+    async def _open_alone(self, sandbox_id: str, spec: SessionSpec) -> tuple[Session, bool]:
         exec_spec = ExecSpec(
             argv=_SHELL,
             env={"TERM": "dumb", **spec.env},
@@ -177,14 +192,24 @@ class Sessions:
             output_bytes=LOG_BYTES,
             key=_KEY + spec.name,
         )
-        execution = await self._edge.exec(sandbox_id, exec_spec)
+        try:
+            execution = await self._edge.exec(sandbox_id, exec_spec)
+        except Conflict:
+            session = await self._find(sandbox_id, spec.name)
+            if session is not None and not session.ended:
+                raise Conflict(
+                    f"session {spec.name!r} was opened with other arguments",
+                    remedy="Close it first, or use another name.",
+                ) from None
+            await self.close(sandbox_id, spec.name)
+            execution = await self._edge.exec(sandbox_id, exec_spec)
         if execution.attached:
             session = await self._adopt(sandbox_id, spec.name, execution)
             if session is not None and not session.ended:
                 return session, True
             await self.close(sandbox_id, spec.name)
             execution = await self._edge.exec(sandbox_id, exec_spec)
-        session = Session(spec.name, execution, secrets.token_hex(16), spec.user)
+        session = Session(spec.name, execution, secrets.token_hex(16))
         try:
             await session.type(setup(session.machine.secret))
             ready = await session.until(lambda: session.machine.ready, READY_S)
@@ -203,13 +228,8 @@ class Sessions:
         known = self._known.get((sandbox_id, name))
         if known is not None and known.failure is None:
             return known
-        try:
-            execution = await self._edge.attach(sandbox_id, _KEY + name)
-        except NotFound as error:
-            if type(error) is not NotFound:
-                raise
-            raise _missing(name) from None
-        session = await self._adopt(sandbox_id, name, execution)
+        async with self._lock(sandbox_id, name):
+            session = await self._find(sandbox_id, name)
         if session is None:
             await self.close(sandbox_id, name)
             raise _missing(name)
@@ -248,6 +268,21 @@ class Sessions:
         begun = session.machine.runs[run]
         await asyncio.shield(self._tasks.spawn(session.type(typed)))
         return begun, False
+
+    async def finish(self, sandbox_id: str, session: Session, run: Run, timeout_s: float | None) -> Stop | None:
+        """Wait for a command's end; stop it where it takes too long or writes too much."""
+
+        def over() -> bool:
+            return run.done or run.size > COMMAND_BYTES
+
+        if not await session.until(over, timeout_s):
+            why = Stop.TIMEOUT
+        elif run.size > COMMAND_BYTES and not run.done:
+            why = Stop.OUTPUT
+        else:
+            return None
+        await self.stop(sandbox_id, session, run, GRACE_S)
+        return why
 
     async def stop(self, sandbox_id: str, session: Session, run: Run, grace_s: float) -> None:
         """End a command: ^C, then SIGKILL for what is in the foreground, and where that doesn't bring the prompt back
@@ -308,6 +343,18 @@ class Sessions:
 
     # --- inside ---
 
+    def _lock(self, sandbox_id: str, name: str) -> asyncio.Lock:
+        return self._finding.setdefault((sandbox_id, name), asyncio.Lock())
+
+    async def _find(self, sandbox_id: str, name: str) -> Session | None:
+        try:
+            execution = await self._edge.attach(sandbox_id, _KEY + name)
+        except NotFound as error:
+            if type(error) is not NotFound:
+                raise
+            return None
+        return await self._adopt(sandbox_id, name, execution)
+
     async def _adopt(self, sandbox_id: str, name: str, execution: Execution) -> Session | None:
         """The session whose shell this is; None: its shell never got ready."""
         known = self._known.get((sandbox_id, name))
@@ -337,7 +384,7 @@ class Sessions:
     async def _kill_foreground(self, sandbox_id: str, session: Session) -> bool:
         """SIGKILL to the process group in the terminal's foreground; False: there is none but the shell's own."""
         pid = await session.execution.started()
-        spec = ExecSpec(argv=["bash", "-c", _KILL, "bash", str(pid)], command_timeout_s=10.0, user=session.user)
+        spec = ExecSpec(argv=["bash", "-c", _KILL, "bash", str(pid)], command_timeout_s=10.0, user="root")
         execution = await self._edge.exec(sandbox_id, spec)
         async for event in execution.events():
             if isinstance(event, ExecStatus):

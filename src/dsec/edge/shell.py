@@ -168,7 +168,7 @@ def probe(secret: str, run: str) -> bytes:
 class Run:
     """One command of a session."""
 
-    __slots__ = ("code", "dropped", "end", "output", "room", "run", "start")
+    __slots__ = ("code", "dropped", "end", "output", "room", "run", "size", "start")
 
     def __init__(self, run: str, room: int) -> None:
         self.run = run
@@ -181,12 +181,15 @@ class Run:
         self.room = room
         """So many bytes more are kept."""
         self.dropped = 0
+        self.size = 0
+        """Bytes of output so far."""
 
     @property
     def done(self) -> bool:
         return self.end is not None
 
     def add(self, data: bytes) -> None:
+        self.size += len(data)
         kept = data[: self.room]
         self.output += kept
         self.room -= len(kept)

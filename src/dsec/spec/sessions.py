@@ -60,6 +60,9 @@ class SessionResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_b64: str | None = None
     """The bytes, where `output` isn't the same."""
     timed_out: bool = False
+    """It was stopped for its `command_timeout_s`."""
+    output_limit: bool = False
+    """It was stopped because it wrote more than 64 MiB."""
     truncated: bool = False
     """There was more output: read the log from `log_from` to `log_to`."""
     ended: bool = False
