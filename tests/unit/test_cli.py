@@ -116,6 +116,14 @@ def test_exec_passes_the_exit_code(cli: Cli) -> None:
     assert cli("exec", box, "--", "sh", "-c", "kill -15 $$")[0] == 143
 
 
+def test_a_command_that_was_read_is_not_kept(cli: Cli) -> None:
+    box = cli.sandbox()
+    assert cli("exec", box, "--", "head", "-c", "300000", "/dev/zero")[0] == 0
+    assert not cli.server.kit.host.guests[box].operations
+    spool = cli.server.kit.host.spool_root / box
+    assert not spool.exists() or not list(spool.iterdir())
+
+
 def test_output_is_passed_on_byte_for_byte(cli: Cli) -> None:
     box = cli.sandbox()
     done = subprocess.run(

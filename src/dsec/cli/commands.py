@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult
 from dsec.cli.complete import ENVIRONMENT, SANDBOX
 from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, note, size
 from dsec.cli.sandboxes import pairs
+from dsec.errors import DsecError
 
 _CHUNK = 256 << 10
 
@@ -130,6 +132,8 @@ async def passed_through(
             stream.write(output.data)
             stream.flush()
         result = await command.wait()
+        with contextlib.suppress(DsecError):  # this process asks for nothing more that would carry the word along
+            await command.release()
     except BrokenPipeError:
         await command.kill()
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, ASYNC230 (for the flush at exit)

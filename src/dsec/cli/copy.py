@@ -9,6 +9,7 @@ stood.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import stat
@@ -24,7 +25,7 @@ from dsec.cli.output import EXIT_PARTIAL, EXIT_PLATFORM, json_option, note, writ
 from dsec.cli.progress import Progress
 from dsec.cli.tarstream import CHUNK, BadArchive, pack, shown, walk
 from dsec.cli.unpack import Unpacker
-from dsec.errors import FileMissing, InvalidRequest
+from dsec.errors import DsecError, FileMissing, InvalidRequest
 
 _REMOTE = re.compile(r"([a-z0-9]{16,40}):(.*)", re.DOTALL)
 _COMMAND_TIMEOUT_S = 86400.0
@@ -167,11 +168,14 @@ async def _tree_in(sandbox: AsyncSandbox, source: bytes, path: bytes, options: O
 
     if progress.live:
         progress.total_bytes = (progress.total_bytes or 0) + await asyncio.to_thread(_size_of, source, skip)
+    before = progress.files, progress.bytes
     command = await _start(sandbox, ["tar", "-xpof", "-", "-C", os.fsdecode(path)], options, stdin=True)
     chunks = pack(_counting(walk(source, b".", progress.note, skip), progress), progress.note)
     sending = asyncio.ensure_future(_send(command, chunks, progress))
     result, said = await _ended(command, sending)
+    await _forget(command)
     if result.cause is Cause.START_FAILED:
+        progress.files, progress.bytes = before
         await tree_in_by_file(sandbox, walk(source, b".", progress.note, skip), path, options.user, progress)
     else:
         _explain(result, said, progress)
@@ -246,6 +250,7 @@ async def _tree_out(sandbox: AsyncSandbox, source: bytes, path: bytes, options: 
         finally:
             measuring.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
+        await _forget(command)
         if result.cause is Cause.START_FAILED:
             await tree_out_by_file(sandbox, source, path, unpacker, options.user, progress)
         else:
@@ -335,6 +340,12 @@ async def _ended(command: AsyncCommand, sending: asyncio.Future[None]) -> tuple[
         for task in (reading, sending):
             task.cancel()
         await asyncio.gather(reading, sending, return_exceptions=True)
+
+
+async def _forget(command: AsyncCommand) -> None:
+    """Its output need not be kept for anyone."""
+    with contextlib.suppress(DsecError):
+        await command.release()
 
 
 def _explain(result: CommandResult, said: str, progress: Progress) -> None:
