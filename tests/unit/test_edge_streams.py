@@ -80,6 +80,18 @@ async def test_a_key_goes_with_a_terminal_of_any_size(edge: Edge) -> None:
     await edge.release(box, "shell")
 
 
+async def test_a_key_starts_one_terminal_while_it_is_prepared(edge: Edge) -> None:
+    box = await make(edge)
+    spec = ExecSpec(argv=["cat"], pty=PtySize(), key="shell")
+    gone = asyncio.ensure_future(edge.exec(box, spec))
+    await asyncio.sleep(0)
+    gone.cancel()
+    first, second = await asyncio.gather(edge.exec(box, spec), edge.exec(box, spec))
+    assert await first.started() == await second.started() is not None
+    assert len(edge.processes(box)) == 1
+    await edge.release(box, "shell")
+
+
 async def test_running_commands(kit: Kit, edge: Edge) -> None:
     box = await make(edge)
     keyed = await edge.exec(box, ExecSpec(argv=["sleep", "600"], key="keyed"))

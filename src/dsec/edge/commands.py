@@ -129,7 +129,7 @@ class Commands:
         if guest_key is not None:
             self._make_room(sandbox, table)
             table[guest_key[:HALF_KEY]] = command
-        if channel.congested:
+        if channel.congested or spec.pty is not None:  # a terminal may have to be prepared
             await self._start_later(sandbox, command, request)
         else:  # one step, that no cancellation can cut
             await self._start(sandbox, command, request)
