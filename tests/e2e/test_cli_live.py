@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import pty
 import random
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -307,6 +309,66 @@ def test_a_shell_needs_a_terminal(live: Live) -> None:
     code, _, err = live("shell", "debian")
     assert code == 2
     assert "dsec exec" in err
+
+
+# --- ports ---
+
+
+SERVER = """
+import socket
+server = socket.socket()
+server.bind(("127.0.0.1", 8080))
+server.listen()
+print("up", flush=True)
+while True:
+    connection, _ = server.accept()
+    got = b""
+    while data := connection.recv(65536):
+        got += data
+    connection.sendall(got.upper() + b"%d" % len(got))
+    connection.close()
+"""
+
+
+def test_a_port_inside_is_a_port_here(live: Live, tmp_path: Path) -> None:
+    box = live.sandbox()
+    (tmp_path / "server.py").write_text(SERVER)
+    assert live("cp", "-q", str(tmp_path / "server.py"), f"{box}:/server.py")[0] == 0
+    inside = subprocess.Popen(
+        live.command("exec", box, "--", "python3", "/server.py"), stdout=subprocess.PIPE, env=live.environment
+    )
+    forward = subprocess.Popen(
+        live.command("port-forward", box, "0:8080", "0:9"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**live.environment, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert inside.stdout is not None
+        assert inside.stdout.readline() == b"up\n"
+        assert forward.stdout is not None
+        assert forward.stderr is not None
+        places = [forward.stdout.readline().split() for _ in range(2)]
+        assert [place[1:] for place in places] == [["->", "8080"], ["->", "9"]]
+        data = b"some text " * 200_000
+        for part in (b"", b"x", data):
+            with socket.create_connection(("127.0.0.1", int(places[0][0].rpartition(":")[2]))) as connection:
+                connection.sendall(part)
+                connection.shutdown(socket.SHUT_WR)
+                answer = b"".join(iter(lambda: connection.recv(65536), b""))
+                assert answer == part.upper() + b"%d" % len(part)
+        closed = ("127.0.0.1", int(places[1][0].rpartition(":")[2]))
+        with contextlib.suppress(ConnectionResetError), socket.create_connection(closed) as connection:
+            assert connection.recv(1) == b""
+        assert "[port_closed]" in forward.stderr.readline()
+        forward.send_signal(signal.SIGINT)
+        assert forward.wait(30) == 130
+        assert "Traceback" not in forward.stderr.read()
+    finally:
+        for process in (forward, inside):
+            process.kill()
+            process.communicate()
 
 
 # --- seeing ---

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from dsec.cli import commands, complete, copy, host, inside, sandboxes, terminal
+from dsec.cli import commands, complete, copy, forward, host, inside, sandboxes, terminal
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
@@ -28,6 +28,7 @@ for _command in (
     *terminal.COMMANDS,
     *inside.COMMANDS,
     *copy.COMMANDS,
+    *forward.COMMANDS,
     *host.COMMANDS,
     *complete.COMMANDS,
 ):
