@@ -25,6 +25,7 @@ from msgspec import Struct
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2bConfig
+from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
@@ -192,7 +193,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
                 EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in open_environments(config).list()
             ]
 
-        server = ApiServer(Api(edge, environments=listed, e2b=e2b), host, port)
+        server = ApiServer(Api(edge, environments=listed, version=installed_version(), e2b=e2b), host, port)
         await server.start()
         try:
             await _write_client(config, edge, server.url)

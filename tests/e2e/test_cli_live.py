@@ -397,4 +397,5 @@ async def test_ready_and_metrics_of_a_real_node(live: Live) -> None:
         async with session.get(f"{endpoint.url}/metrics") as answer:
             text = await answer.text()
     assert 'dsec_create_phase_seconds_count{phase="clone"}' in text
+    assert 'dsec_build_info{version="0"' not in text
     assert 'dsec_pool{backend="container",pool="cgroups",kind="spare"}' in text

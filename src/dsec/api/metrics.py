@@ -7,6 +7,7 @@ of the edge's. Invariants: everything is put into words when it is asked for; a 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import platform
 import time
@@ -19,6 +20,14 @@ from dsec.edge.tally import Family, Histogram, Sample, one
 MEDIA = b"text/plain; version=0.0.4; charset=utf-8"
 LAG_EVERY_S = 1.0
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+def installed_version() -> str:
+    """Of the package; a checkout that isn't installed has none."""
+    try:
+        return importlib.metadata.version("dsec")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 class ServerMetrics:
