@@ -337,10 +337,6 @@ class Sessions:
                         output += item.data
         return bytes(output), parser.passed
 
-    async def close_all(self) -> None:
-        """Let go of everything; the shells go on."""
-        await self._tasks.close()
-
     # --- inside ---
 
     def _lock(self, sandbox_id: str, name: str) -> asyncio.Lock:
