@@ -239,6 +239,12 @@ async def test_a_session_survives_the_edge(config: Config) -> None:
         assert again is session
 
 
+async def test_half_a_line_of_a_server_that_was_killed_is_forgotten(box: Box) -> None:
+    session = await box.open()
+    await session.type(b"__dsec_c=$'echo half")
+    assert await box.run(session, "echo whole") == (b"whole\n", 0)
+
+
 async def test_what_is_refused(box: Box) -> None:
     with pytest.raises(NotFound, match="no session"):
         await box.sessions.get(box.id, "nope")

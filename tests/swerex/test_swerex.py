@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from server_kit import Server, serving
@@ -66,6 +67,57 @@ async def run_case(server: Server, python: Path, name: str, *, at_root: bool) ->
 @pytest.mark.parametrize("name", CASES)
 async def test_stock_client(server: Server, swerex_python: Path, name: str) -> None:
     await run_case(server, swerex_python, name, at_root=False)
+
+
+async def test_bad_requests(server: Server) -> None:
+    async with (
+        server.client() as client,
+        await client.create("debian") as sandbox,
+        await client.create("debian") as other,
+    ):
+        base, key = f"{server.url}/swerex/{sandbox.id}", server.endpoint().api_key
+        async with aiohttp.ClientSession() as http:
+
+            async def ask(method: str, url: str, token: str | None, data: object = b"{}") -> tuple[int, str]:
+                headers = {"X-API-Key": token} if token else {}
+                async with http.request(method, url, data=data, headers=headers) as response:  # type: ignore[arg-type]
+                    return response.status, await response.text()
+
+            assert (await ask("GET", f"{base}/is_alive", key))[0] == 200
+            assert (await ask("GET", f"{base}/is_alive", None))[0] == 401
+            assert (await ask("GET", f"{base}/is_alive", "wrong"))[0] == 401
+            assert (await ask("GET", f"{base}/is_alive", other.info.token))[0] == 403
+            assert (await ask("GET", f"{server.url}/is_alive", key))[0] == 403
+            assert (await ask("GET", f"{server.url}/swerex/nosuchsandbox/is_alive", key))[0] == 404
+            form = aiohttp.FormData()
+            form.add_field("target_path", "/tmp/x", content_type="text/plain")
+            cut = {"Content-Type": "multipart/form-data; boundary=b"}
+            for method, endpoint, data, said in (
+                ("POST", "is_alive", b"", "takes GET"),
+                ("GET", "execute", b"", "takes POST"),
+                ("POST", "nope", b"", "no endpoint"),
+                ("POST", "execute", b"{", "can't be read"),
+                ("POST", "execute", b'{"command": 1}', "can't be read"),
+                ("POST", "execute", b'{"command": []}', "is empty"),
+                ("POST", "run_in_session", b'{"action_type": "other"}', "can't be read"),
+                ("POST", "create_session", b'{"session": ""}', "1 to 100"),
+                ("POST", "create_session", b'{"session_type": "zsh"}', "can't be read"),
+                ("POST", "read_file", b'{"path": ""}', "not empty"),
+                ("POST", "upload", b"{}", "form"),
+                ("POST", "upload", form, "needs the fields"),
+            ):
+                status, text = await ask(method, f"{base}/{endpoint}", key, data)
+                assert status == 511, (endpoint, text)
+                assert said in text, (endpoint, text)
+                assert '"class_path":"builtins.ValueError"' in text
+            headers = {**cut, "X-API-Key": key}
+            async with http.post(f"{base}/upload", data=b"--b\r\n", headers=headers) as response:
+                assert response.status == 511
+        await sandbox.kill()
+        async with aiohttp.ClientSession(headers={"X-API-Key": key}) as http, http.get(f"{base}/is_alive") as response:
+            answer = await response.json()
+            assert answer["is_alive"] is False
+            assert "deleted" in answer["message"]
 
 
 async def test_a_sandbox_is_its_token_where_the_client_names_host_and_port_alone(

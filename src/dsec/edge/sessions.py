@@ -41,6 +41,8 @@ HEAD_BYTES = 64 << 10
 _KEY = "dsec.session/"
 _SHELL = ["bash", "--noprofile", "--norc", "--noediting", "-i"]
 _INTERRUPT = b"\x03"
+_FORGET_LINE = b"\x15"
+"""^U: what a server that was killed had typed of a line is not part of the next one."""
 _SWEEP = 1024
 _KILL = """IFS= read -r line < "/proc/$1/stat" || exit 4
 set -- "$1" ${line##*) }
@@ -266,7 +268,7 @@ class Sessions:
             )
         typed = session.machine.begin(run, data, room)
         begun = session.machine.runs[run]
-        await asyncio.shield(self._tasks.spawn(session.type(typed)))
+        await asyncio.shield(self._tasks.spawn(session.type(_FORGET_LINE + typed)))
         return begun, False
 
     async def finish(self, sandbox_id: str, session: Session, run: Run, timeout_s: float | None) -> Stop | None:
