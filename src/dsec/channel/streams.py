@@ -17,7 +17,7 @@ from dsec.ports import GuestChannel, Operation
 from dsec.spec.operations import EndKind, FileFlag, Kind, OpEnd, OpRequest, Stage
 from dsec.spec.sandbox import FileEvent
 from dsec.wire.events import ConnectDecoder, EventDecoder
-from dsec.wire.frames import MAX_WATCHES, ProtocolError
+from dsec.wire.frames import MAX_WATCHES, WINDOW, ProtocolError
 from dsec.wire.messages import MAX_MESSAGE
 
 
@@ -132,6 +132,8 @@ class Stream:
         elif not item.stderr:
             self._data.append(item.data)
             self._taken += len(item.data)
+            if self._taken > WINDOW and not self._decoder.state.connected:
+                raise Internal("the guest sends data of a connection that doesn't stand")
         else:
             try:
                 self._decoder.feed(item.data)
