@@ -21,6 +21,7 @@ _dsec_packages() {
     local missing=()
     command -v cc >/dev/null || missing+=(gcc)
     compgen -G '/usr/lib/*/libc.a' >/dev/null || missing+=(libc6-dev)
+    command -v musl-gcc >/dev/null || missing+=(musl-tools)
     command -v mmdebstrap >/dev/null || missing+=(mmdebstrap)
     command -v mkfs.erofs >/dev/null || missing+=(erofs-utils)
     command -v mkfs.btrfs >/dev/null || missing+=(btrfs-progs)

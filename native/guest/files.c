@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "guest.h"
+#include "libc.h"
 
 #define MOST_LINKS 40 /* as the kernel has it */
 #define MOST_PATH 4096
@@ -242,7 +243,7 @@ static void do_write(const struct request *request) {
     mode_t mode = SEEN(request, TAG_MODE) ? (mode_t)request->mode : exists ? old.st_mode & 07777 : 0644;
     if (fchmod(fd, mode)) file_fail(errno, "cannot set the mode");
     if (close(fd)) file_fail(errno, "cannot write");
-    if (renameat2(place.dir, temporary, place.dir, place.name, excl ? RENAME_NOREPLACE : 0)) file_fail(errno, "cannot put the file in place");
+    if (x_renameat2(place.dir, temporary, place.dir, place.name, excl ? RENAME_NOREPLACE : 0)) file_fail(errno, "cannot put the file in place");
     temporary_dir = -1;
 }
 
@@ -262,7 +263,7 @@ static void do_move(const struct request *request) {
     place_of(request->path, &from);
     place_of(request->path2, &to);
     unsigned flags = request->file_flags & FF_EXCL ? RENAME_NOREPLACE : 0;
-    if (renameat2(from.dir, from.name, to.dir, to.name, flags)) file_fail(errno, "cannot move");
+    if (x_renameat2(from.dir, from.name, to.dir, to.name, flags)) file_fail(errno, "cannot move");
 }
 
 static void do_mkdir(const struct request *request) {

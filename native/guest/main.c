@@ -2,7 +2,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <malloc.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +17,7 @@
 #include <unistd.h>
 
 #include "guest.h"
+#include "libc.h"
 
 #define EVENTS 64
 #define KEEP_HEAP (1 << 20) /* freed memory that is kept until ops_tick() gives it back */
@@ -139,7 +139,7 @@ static void set_up(bool cgroups) {
     for (int fd = 0; fd < 3; fd++) { /* so that no descriptor of ours gets these numbers */
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) open("/", O_PATH);
     }
-    close_range(DSEC_FD_CGROUP + 1, ~0u, 0);
+    x_close_from(DSEC_FD_CGROUP + 1);
     guest.control = DSEC_FD_CONTROL;
     if (cgroups && fstatfs(DSEC_FD_CGROUP, &file_system) == 0 && file_system.f_type == CGROUP2_SUPER_MAGIC) {
         guest.cgroup = DSEC_FD_CGROUP;
@@ -149,9 +149,7 @@ static void set_up(bool cgroups) {
     }
     fcntl(guest.control, F_SETFD, FD_CLOEXEC);
 
-    mallopt(M_MMAP_THRESHOLD, 16 << 20);
-    mallopt(M_TRIM_THRESHOLD, KEEP_HEAP);
-    mallopt(M_TOP_PAD, 16 << 10);
+    heap_tune(KEEP_HEAP);
     prctl(PR_SET_DUMPABLE, 0);
     if (getpid() != 1) prctl(PR_SET_CHILD_SUBREAPER, 1);
     umask(022);

@@ -1,14 +1,15 @@
 /* Operations: from START to RELEASE. Their table, timeouts, kills, and ends. */
 #include <errno.h>
-#include <malloc.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "bytes.h"
 #include "guest.h"
+#include "libc.h"
 
 #define BUCKETS 256
 #define RETRY_NS (2 * 1000000ull)   /* look again whether a killed command is gone */
@@ -376,7 +377,7 @@ void ops_tick(uint64_t now) {
     }
     if (trim_ns <= now) {
         trim_ns = UINT64_MAX;
-        malloc_trim(0);
+        heap_trim();
     }
     wake_at(sweep_ns);
     wake_at(trim_ns);

@@ -14,6 +14,7 @@
 
 #include "bytes.h"
 #include "guest.h"
+#include "libc.h"
 
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #define DEFAULT_TERM "xterm-256color"
@@ -112,7 +113,7 @@ static void take_descriptors(const struct ends *ends) {
     dup2(ends->output, 1);
     dup2(ends->error, 2);
     dup3(ends->report, REPORT, O_CLOEXEC);
-    close_range(REPORT + 1, ~0u, 0);
+    x_close_from(REPORT + 1);
 }
 
 /* So that opening /dev/stdout works for users other than root: a pipe belongs to whoever made it. */

@@ -32,6 +32,7 @@ from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
+from dsec.journal.state_dir import StateDir
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
@@ -88,8 +89,7 @@ def open_host(config: Config) -> Host:
 
     Raises `PermissionDenied` for who isn't root.
     """
-    if os.geteuid() != 0:
-        raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
+    _check_root()
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     config.run.mkdir(mode=0o711, parents=True, exist_ok=True)
     ledger = Ledger(config.state / "host.json")
@@ -118,6 +118,11 @@ def open_host(config: Config) -> Host:
     )
 
 
+def _check_root() -> None:
+    if os.geteuid() != 0:
+        raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
+
+
 @asynccontextmanager
 async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, keep: bool = True) -> AsyncIterator[Edge]:
     """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
@@ -125,11 +130,17 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
 
     Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory.
     """
-    host = await asyncio.to_thread(open_host, config)
+    _check_root()
+    state = StateDir(config.state)  # its lock comes first: a second server must not touch the host
+    try:
+        host = await asyncio.to_thread(open_host, config)
+    except BaseException:
+        state.close()
+        raise
     clock = SystemClock()
     edge = await Edge.open(
         {"container": ContainerBackend(host, clock)},
-        config.state,
+        state,
         clock=clock,
         config=edge_config,
         capacity=HostCapacity(host.volume.root),

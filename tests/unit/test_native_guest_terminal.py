@@ -149,7 +149,7 @@ def test_an_interactive_shell_with_job_control(guest: Guest) -> None:
     guest.until(op, b"running")
     at = type_in(guest, op, b"\x1a", at)  # ^Z
     guest.until(op, b"Stopped")
-    at = type_in(guest, op, b"kill %1; echo ju''st\n", at)
+    at = type_in(guest, op, b"kill -KILL %1; wait; echo ju''st\n", at)
     guest.until(op, b"just")
     type_in(guest, op, b"exit 7\n", at)
     assert ended(guest.wait(op)) == (EXITED, 7)

@@ -95,14 +95,15 @@ class Edge:
     async def open(
         cls,
         backends: Mapping[str, Backend],
-        state_dir: Path,
+        state_dir: Path | StateDir,
         *,
         clock: Clock | None = None,
         config: EdgeConfig | None = None,
         capacity: Capacity | None = None,
         edge_number: int | None = None,
     ) -> Edge:
-        """Lock the state, recover what is on record, serve. `backends`: by the name that specs use.
+        """Lock the state (unless it is handed in locked), recover what is on record, serve. `backends`: by the name that
+        specs use.
 
         Raises `Unavailable` where another server has the state, `Internal` where it is damaged or of a newer version,
         and what the backends' `open` raises.
@@ -114,12 +115,12 @@ class Edge:
                     f"{BACKEND_API}"
                 )
         async with AsyncExitStack() as undo:
-            state = StateDir(state_dir, edge=edge_number)
+            state = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir, edge=edge_number)
             undo.callback(state.close)
-            journal = Journal(state_dir / "edge.db")
+            journal = Journal(state.path / "edge.db")
             undo.push_async_callback(journal.close)
             clock = clock or SystemClock()
-            events = Events(EventStore(state_dir / "events.db"), clock)
+            events = Events(EventStore(state.path / "events.db"), clock)
             undo.callback(events.close)
             tasks = Tasks()
             undo.push_async_callback(tasks.close)
@@ -130,7 +131,7 @@ class Edge:
                 events=events,
                 clock=clock,
                 config=config or EdgeConfig(),
-                capacity=capacity or HostCapacity(state_dir),
+                capacity=capacity or HostCapacity(state.path),
                 tasks=tasks,
             )
             for sandbox in await edge._lives.recover():
