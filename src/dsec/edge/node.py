@@ -102,8 +102,8 @@ class Edge:
         capacity: Capacity | None = None,
         edge_number: int | None = None,
     ) -> Edge:
-        """Lock the state (unless it is handed in locked), recover what is on record, serve. `backends`: by the name that
-        specs use.
+        """Lock the state (unless it is handed in locked), recover what is on record, serve. `backends`: by the name
+        that specs use.
 
         Raises `Unavailable` where another server has the state, `Internal` where it is damaged or of a newer version,
         and what the backends' `open` raises.
