@@ -312,11 +312,9 @@ def test_more_stdin_than_the_window(guest: Guest) -> None:
     while op.pid is None:
         guest.step()
     part = bytes(frames.MAX_DATA)
-    for i in range(
-        frames.WINDOW // frames.MAX_DATA + 1
-    ):  # the pipe takes one, and it isn't acknowledged as long as more waits
-        guest.send(FrameType.STDIN, op.id, struct.pack("<Q", i * len(part)) + part)
-    guest.send(FrameType.STDIN, op.id, struct.pack("<Q", frames.WINDOW + len(part)) + part)
+    with contextlib.suppress(BrokenPipeError):  # the pipe takes one; the guest may have hung up before the last comes
+        for i in range(frames.WINDOW // frames.MAX_DATA + 2):
+            guest.send(FrameType.STDIN, op.id, struct.pack("<Q", i * len(part)) + part)
     while guest.step() is not None:
         pass
     assert guest.hung_up is not None
