@@ -59,6 +59,18 @@ async def test_a_timeout_stops_the_command_and_keeps_the_session(box: AsyncSandb
     assert (await session.run("echo $X")).output == "1\n"
 
 
+async def test_results_are_had_again_by_their_key(box: AsyncSandbox) -> None:
+    session = await box.sessions.open()
+    for key in ("a", "b", "c", "d"):
+        await session.run(f"printf '{key}\\033]8888;'; echo ran >> /tmp/ran", key=key)
+    for key in ("a", "b", "c", "d"):
+        result = await session.run("", key=key)
+        assert (result.output, result.truncated, result.exit_code) == (f"{key}\033]8888;", False, 0)
+    result = await session.run("", key="a", output_bytes=1)
+    assert (result.output, result.truncated) == ("a", True)
+    assert (await session.run("wc -l < /tmp/ran")).output == "4\n"
+
+
 async def test_endless_output_is_stopped(box: AsyncSandbox) -> None:
     session = await box.sessions.open()
     result = await session.run("yes", output_bytes=4)
@@ -129,9 +141,8 @@ async def test_a_command_goes_on_through_a_killed_server_and_runs_once(server: S
     await asyncio.to_thread(server.kill)
     await asyncio.to_thread(server.start)
     result = await running
-    assert (result.exit_code, (await session.run("cat /tmp/runs; echo $X")).output) == (5, "begun\nkept\n")
-    log = await session.read_log(result.log_from, limit=result.log_to - result.log_from)
-    assert log.data == b"kept\n"
+    assert (result.exit_code, result.output, result.truncated) == (5, "kept\n", False)
+    assert (await session.run("cat /tmp/runs; echo $X")).output == "begun\nkept\n"
 
 
 def test_the_sync_client_has_them_too(server: Server) -> None:

@@ -65,10 +65,14 @@ async def run(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
     x.check_query()
     request = x.decode(_COMMAND, await x.body())
     session = await sessions.get(sandbox_id, name)
-    started, _ = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
+    started, known = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
     # A repeated request limits it too: who asked first may be gone with an earlier server.
     stopped = await sessions.finish(sandbox_id, session, started, request.command_timeout_s)
-    await x.answer(200, _result(session, started, stopped))
+    data, truncated = bytes(started.output), started.dropped > 0
+    if truncated and known and started.done:  # another answer had it, or an earlier server
+        data = await sessions.output(session, started, request.output_bytes)
+        truncated = started.size > request.output_bytes
+    await x.answer(200, _result(session, started, stopped, data, truncated=truncated))
 
 
 async def send(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> None:
@@ -117,8 +121,7 @@ async def log(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
 VERBS = {"run": ("POST", run), "input": ("POST", send), "interrupt": ("POST", interrupt), "log": ("GET", log)}
 
 
-def _result(session: Session, started: Run, stopped: Stop | None) -> SessionResult:
-    data = bytes(started.output)
+def _result(session: Session, started: Run, stopped: Stop | None, data: bytes, *, truncated: bool) -> SessionResult:
     try:
         text, raw = data.decode(), None
     except UnicodeDecodeError:
@@ -133,7 +136,7 @@ def _result(session: Session, started: Run, stopped: Stop | None) -> SessionResu
         output_b64=raw,
         timed_out=stopped is Stop.TIMEOUT,
         output_limit=stopped is Stop.OUTPUT,
-        truncated=started.dropped > 0,
+        truncated=truncated,
         ended=session.ended,
         log_from=begin,
         log_to=session.machine.size if started.end is None else started.end,

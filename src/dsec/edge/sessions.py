@@ -2,8 +2,8 @@
 
 Owns the table of sessions that this edge has met. Invariants: a session's truth is its command's log, so that an edge
 that takes over finds it again by its key; at most one command runs in a session at a time; nothing reads the log while
-nobody waits for anything, so that an idle session costs a few hundred bytes; a session that could not be brought back
-to its prompt is ended and says so.
+nobody waits for anything, so that an idle session costs no task and no descriptor; a session that could not be brought
+back to its prompt is ended and says so.
 """
 
 from __future__ import annotations
@@ -320,6 +320,21 @@ class Sessions:
         """The session's output from an offset of its log on, without marks, and the offset to go on from. Waits for
         nothing: no bytes and the same offset mean that there is nothing more by now."""
         parser = Parser(session.machine.secret, offset)
+        return await self._part(session, parser, limit), parser.passed
+
+    async def output(self, session: Session, run: Run, limit: int) -> bytes:
+        """The first bytes of what an ended command wrote, from the log."""
+        if run.start is None or run.end is None:
+            return b""
+        size = min(limit, run.end - run.start)
+        parser = Parser(session.machine.secret, run.start)
+        return await self._part(session, parser, size) + parser.held if size else b""
+
+    # --- inside ---
+
+    async def _part(self, session: Session, parser: Parser, limit: int) -> bytes:
+        """The output in the next bytes of the log, at most `limit` of them."""
+        offset = parser.passed
         output = bytearray()
         size = 0
         events = cast("AsyncGenerator[Chunk | ExecStatus]", session.execution.events(offset))
@@ -337,9 +352,7 @@ class Sessions:
                 for item in parser.feed(data):
                     if isinstance(item, Output):
                         output += item.data
-        return bytes(output), parser.passed
-
-    # --- inside ---
+        return bytes(output)
 
     def _lock(self, sandbox_id: str, name: str) -> asyncio.Lock:
         return self._finding.setdefault((sandbox_id, name), asyncio.Lock())

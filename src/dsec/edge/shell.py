@@ -15,6 +15,7 @@ form, so that neither an echo, `set -x`, `set` nor the command's own text holds 
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from msgspec import Struct
 
@@ -55,6 +56,11 @@ class Parser:
         self._held = b""
         self._at = offset
         """Offset of the first byte of `_held`."""
+
+    @property
+    def held(self) -> bytes:
+        """What may be the beginning of a mark."""
+        return self._held
 
     @property
     def passed(self) -> int:
@@ -195,6 +201,11 @@ class Run:
         self.room -= len(kept)
         self.dropped += len(data) - len(kept)
 
+    def forget(self) -> None:
+        """Keep no output; it is in the log."""
+        self.dropped += len(self.output)
+        self.output = bytearray()
+
     def take(self, size: int | None = None) -> bytes:
         """Output that nobody took yet, or its first `size` bytes."""
         size = len(self.output) if size is None else size
@@ -256,6 +267,8 @@ class Machine:
 
     def _add(self, run: Run) -> Run:
         self.runs[run.run] = run
+        for old in islice(reversed(self.runs.values()), 2, 3):  # the one before may still be asked for again
+            old.forget()
         while len(self.runs) > _KEPT_RUNS:
             del self.runs[next(iter(self.runs))]
         return run
