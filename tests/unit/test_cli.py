@@ -138,20 +138,25 @@ def test_output_is_passed_on_byte_for_byte(cli: Cli) -> None:
 
 def test_a_reader_that_has_enough(cli: Cli) -> None:
     box = cli.sandbox()
-    process = subprocess.Popen(
-        cli.command("exec", box, "--", "yes"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        env=cli.env,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.read(10) == b"y\n" * 5
-    process.stdout.close()
-    assert process.wait(30) == 141
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    processes = [  # several, because the thread that passes stdin on may be anywhere when the rest ends
+        subprocess.Popen(
+            cli.command("exec", box, "--", "yes"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            env=cli.env,
+        )
+        for _ in range(6)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.read(10) == b"y\n" * 5
+        process.stdout.close()
+    for process in processes:
+        assert process.wait(30) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        process.stderr.close()
 
 
 def test_an_interrupt_ends_the_command(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import sys
@@ -174,7 +175,7 @@ class _Feeder:
             while data := os.read(sys.stdin.fileno(), _CHUNK):
                 self._do(self._command.write_stdin(data))
             self._do(self._command.close_stdin())
-        except (OSError, RuntimeError, asyncio.CancelledError):
+        except (OSError, RuntimeError, DsecError, concurrent.futures.CancelledError):
             return  # the command or the loop has ended: nobody reads on
 
     def _do(self, work: Awaitable[None]) -> None:
