@@ -142,6 +142,20 @@ async def timeout_and_interrupt(runtime: RemoteRuntime) -> None:
 
 
 @case
+async def a_command_that_ends_after_its_timeout(runtime: RemoteRuntime) -> None:
+    await opened(runtime)
+    for action in (BashAction(command="echo on"), BashAction(command="echo on", is_interactive_command=True)):
+        with pytest.raises(CommandTimeoutError):
+            await runtime.run_in_session(BashAction(command="sleep 1; echo late", timeout=0.2))
+        await asyncio.sleep(1.5)
+        assert (await runtime.run_in_session(action)).output.strip() == "on"
+    with pytest.raises(CommandTimeoutError):
+        await runtime.run_in_session(BashAction(command="sleep 1", timeout=0.2))
+    await asyncio.sleep(1.5)
+    assert (await runtime.run_in_session(BashInterruptAction())).output == ""
+
+
+@case
 async def interrupt_of_a_stubborn_one(runtime: RemoteRuntime) -> None:
     await opened(runtime)
     with pytest.raises(CommandTimeoutError):

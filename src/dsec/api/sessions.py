@@ -80,6 +80,7 @@ async def send(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> N
     x.check_query()
     request = x.decode(_INPUT, await x.body())
     session = await sessions.get(sandbox_id, name)
+    await session.catch_up()
     if not session.busy:
         raise Conflict(
             f"nothing runs in session {name!r} that could read this",

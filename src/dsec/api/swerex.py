@@ -199,6 +199,8 @@ class Swerex:
     async def _interactive(self, sandbox_id: str, session: Session, action: Action) -> Observation:
         """Something that doesn't end: a line for the program in the foreground, or the start of one."""
         expect = Expect(action.expect)
+        if session.busy:
+            await session.catch_up()
         current = session.machine.current
         if current is not None and not session.ended:
             await session.type(action.command.encode("utf-8", "surrogateescape") + b"\n")
@@ -212,6 +214,8 @@ class Swerex:
         return Observation(output, 0, expect_string=string)
 
     async def _interrupt(self, sandbox_id: str, session: Session, action: Action) -> Observation:
+        if session.busy:
+            await session.catch_up()
         run = session.machine.current
         if run is None or session.ended:
             return Observation("", 0, expect_string=PROMPT)

@@ -251,6 +251,8 @@ class Sessions:
                 remedy="Write a longer one to a file and run that.",
             )
         run = hashlib.sha256(key.encode()).hexdigest()[:16] if key is not None else secrets.token_hex(8)
+        if session.busy:  # unless it has ended while nobody looked
+            await session.catch_up()
         known = session.machine.runs.get(run)
         if known is not None:
             return known, True
