@@ -256,7 +256,10 @@ async def test_a_reader_that_goes_away_neither_stops_nor_leaks_a_command(edge: E
 
 
 async def test_a_caller_that_goes_away_before_it_reads(edge: Edge, box: str) -> None:
-    caller = asyncio.ensure_future(edge.exec(box, ExecSpec(argv=["head", "-c", "2000000", "/dev/zero"])))
+    async def call() -> None:
+        await finish(await edge.exec(box, ExecSpec(argv=["head", "-c", "2000000", "/dev/zero"])))
+
+    caller = asyncio.ensure_future(call())
     await asyncio.sleep(0)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
