@@ -1,5 +1,5 @@
-"""Commands in sandboxes that run, through SDK and HTTP: latency and rate of `/bin/true` without a shell, output,
-upload.
+"""Commands in sandboxes that run, through SDK and HTTP: latency and rate of `/bin/true` without a shell, the echo of a
+terminal, output, upload.
 
 Where E2B's package is at hand, `e2b_extra_ms` is by how much the median of its `commands.run("true")`, a login shell,
 is above ours. Starts a server of its own and stops it. Peak memory is that of each process during the transfers. Exit
@@ -76,6 +76,8 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
             await load.exec_times(first, min(50, plan.alone))
             times = await load.exec_times(first, plan.alone)
             say(f"one at a time: p50 {percentile(times, 50):.2f} ms, p99 {percentile(times, 99):.2f} ms")
+            echoes = await load.echo_times(first, min(200, plan.alone))
+            say(f"a key's echo by a terminal: p50 {percentile(echoes, 50):.2f} ms")
             e2b_times = await _e2b_times(plan, state, first.id)
             turn = await load.exec_parallel(sandboxes, plan.parallel, plan.at_once)
             say(f"{plan.at_once} at once: {turn.rate:.0f}/s, {turn.failures} failed")
@@ -99,6 +101,7 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         "exec_p50_ms": round(percentile(times, 50), 3),
         "exec_p99_ms": round(percentile(times, 99), 3),
         "exec_per_s": round(turn.rate, 1),
+        "pty_echo_p50_ms": round(percentile(echoes, 50), 3),
         "e2b_extra_ms": round(percentile(e2b_times, 50) - percentile(times, 50), 3) if e2b_times else None,
         **{name: round(speed, 1) for name, speed in speeds.items()},
         "peak_mib": {name: round(kib / 1024, 1) for name, kib in peaks.items()},

@@ -14,7 +14,7 @@ from msgspec import Struct
 from dsec import AsyncClient, AsyncSandbox
 from dsec.bench.rounds import Turn
 from dsec.errors import DsecError
-from dsec.spec.sandbox import MIB, SandboxSpec
+from dsec.spec.sandbox import MIB, PtySize, SandboxSpec
 
 TRUE = ("/bin/true",)
 _CHUNK = bytes(1 * MIB)
@@ -106,6 +106,19 @@ async def exec_times(sandbox: AsyncSandbox, count: int) -> list[float]:
         began = time.perf_counter()
         (await sandbox.commands.run(TRUE)).check()
         times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+async def echo_times(sandbox: AsyncSandbox, count: int) -> list[float]:
+    """Milliseconds from a key that is typed to its echo by the terminal of a waiting program, one after the other."""
+    times = []
+    async with await sandbox.commands.start(["/bin/sleep", "3600"], pty=PtySize(80, 24)) as program:
+        echo = aiter(program)
+        for _ in range(count):
+            began = time.perf_counter()
+            await program.write_stdin(b"x")
+            await anext(echo)
+            times.append((time.perf_counter() - began) * 1e3)
     return times
 
 
