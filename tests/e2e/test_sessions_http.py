@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -69,6 +70,24 @@ async def test_results_are_had_again_by_their_key(box: AsyncSandbox) -> None:
     result = await session.run("", key="a", output_bytes=1)
     assert (result.output, result.truncated) == ("a", True)
     assert (await session.run("wc -l < /tmp/ran")).output == "4\n"
+
+
+async def test_interrupts_at_any_moment_in_many_sessions(box: AsyncSandbox) -> None:
+    async def work(number: int) -> None:
+        choose = random.Random(number)
+        session = await box.sessions.open(f"s{number}")
+        for step in range(30):
+            draw = choose.random()
+            if draw < 0.4:
+                command = choose.choice(("sleep 1000", "false | true; while :; do :; done", "yes > /dev/null"))
+                result = await session.run(command, command_timeout_s=0.0001 + choose.random() * 0.03)
+                assert (result.timed_out, result.ended) == (True, False), (number, step, result)
+            else:
+                result = await session.run(f"seq {step * 50}; (exit {step})")
+                assert result.exit_code == step, (number, step, result)
+                assert result.output == "".join(f"{line}\n" for line in range(1, step * 50 + 1)), (number, step)
+
+    await asyncio.gather(*(work(number) for number in range(6)))
 
 
 async def test_endless_output_is_stopped(box: AsyncSandbox) -> None:

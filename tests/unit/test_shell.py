@@ -98,13 +98,22 @@ def test_another_commands_marks_end_nothing() -> None:
     machine = Machine(SECRET)
     machine.begin(RUN, b"true", 100)
     other = END.replace(RUN.encode(), b"1" * 16)
-    machine.feed(END + other + BEGIN + other)  # an end before the beginning, and a stranger's
+    machine.feed(other + BEGIN + other)
     assert machine.current is not None
     assert not machine.current.done
     machine.feed(END)
     assert machine.current is None
     machine.feed(BEGIN)
     assert machine.current is None, "a command begins once"
+
+
+def test_an_end_without_a_beginning_ends_what_was_interrupted_before_it_began() -> None:
+    machine = Machine(SECRET)
+    machine.begin(RUN, b"true", 100)
+    run = machine.current
+    assert run is not None
+    machine.feed(b"ab" + END)
+    assert (run.done, run.start, run.end, run.code, bytes(run.output)) == (True, 2, 2, 7, b"")
 
 
 def test_what_is_typed_holds_no_mark() -> None:

@@ -222,7 +222,7 @@ class Swerex:
         expect = Expect(action.expect)
         grace_s = _KILL_GRACE_S if action.timeout is None else action.timeout
         for _ in range(max(1, min(action.n_retry, 100))):
-            await session.type(b"\x03")
+            await session.interrupt(run)
             if await session.until(lambda: run.done or expect.search(run.output) is not None, grace_s):
                 break
         else:

@@ -127,6 +127,11 @@ class Session:
         """Send to the terminal. Raises what `Execution.write_stdin` raises."""
         await self.execution.write_stdin(data)
 
+    async def interrupt(self, run: Run) -> None:
+        """Type ^C, once the command runs: before, it would take the typed line away and stop nothing."""
+        if await self.until(lambda: run.start is not None, READY_S) and not run.done:
+            await self.type(_INTERRUPT)
+
     async def _read(self) -> None:
         try:
             events = cast("AsyncGenerator[Chunk | ExecStatus]", self.execution.events(self.machine.size))
@@ -295,8 +300,7 @@ class Sessions:
         def done() -> bool:
             return run.done
 
-        if not done():
-            await session.type(_INTERRUPT)
+        await session.interrupt(run)
         if await session.until(done, grace_s):
             return
         for _ in range(3):

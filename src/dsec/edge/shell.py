@@ -260,8 +260,10 @@ class Machine:
 
     def _ended(self, mark: Mark) -> None:
         current = self.current
-        if current is None or current.run != mark.run or current.start is None:
+        if current is None or current.run != mark.run:
             return
+        if current.start is None:
+            current.start = mark.start  # it was interrupted before it began
         current.end, current.code = mark.start, mark.code
         self.current = None
 
