@@ -125,9 +125,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.exit_wanted = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals are the composition's business
+
+    async def main_loop(self) -> None:
+        """uvicorn's looks ten times a second whether it has to end; an idle server had nothing dearer to do."""
+        await self.exit_wanted.wait()
 
 
 class ApiServer:
@@ -199,6 +207,7 @@ class ApiServer:
             return
         self._api.metrics.close()
         server.should_exit = True
+        server.exit_wanted.set()
         await asyncio.wait([task], timeout=self._grace_s)
         if not task.done():
             for connection in list(server.server_state.connections):
