@@ -159,9 +159,7 @@ class Journal:
     # --- API keys ---
 
     def api_keys(self) -> list[KeyRecord]:
-        rows = self._read(
-            "select hash, project, label, created_at, revoked_at from api_keys order by created_at"
-        )
+        rows = self._read("select hash, project, label, created_at, revoked_at from api_keys order by created_at")
         return [
             KeyRecord(hash=digest, project=project, label=label, created_at=created_at, revoked_at=revoked_at)
             for digest, project, label, created_at, revoked_at in rows

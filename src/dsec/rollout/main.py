@@ -188,7 +188,8 @@ def _own_namespaces() -> dict[str, str]:
 def _host_facts(client: AsyncClient, state: Path) -> list[tuple[str, str]]:
     changes = Ledger(state / "host.json").changes
     settings = [change.what for change in changes if change.kind == "sysctl"]
-    others = [f"{change.kind} {change.what}" for change in changes if change.kind != "sysctl"]
+    packages = [change.what for change in changes if change.kind == "packages"]
+    others = [f"{change.kind} {change.what}" for change in changes if change.kind not in ("sysctl", "packages")]
     here = census.take(state).counts()
     holds = ", ".join(f"{kind} {count}" for kind, count in here.items() if count)
     return [
@@ -196,7 +197,8 @@ def _host_facts(client: AsyncClient, state: Path) -> list[tuple[str, str]]:
         ("server", f"{client.url}, state in {state}"),
         ("mounts", f"below /run/dsec/{census.instance_of(state)}"),
         ("raised", f"{len(settings)} kernel settings, listed in {state / 'host.json'}"),
-        *([("installed", ", ".join(others))] if others else []),
+        *([("installed", ", ".join(packages))] if packages else []),
+        *([("changed", ", ".join(others))] if others else []),
         ("holds", f"{holds}: gone when the server ends"),
         ("undo", "bin/dsec host undo"),
     ]
