@@ -210,6 +210,17 @@ async def test_a_command_that_cannot_be_is_refused(server: Server, box: AsyncSan
     assert (await box.commands.run("echo still")).stdout == "still\n"
 
 
+@pytest.mark.parametrize(
+    "breakage",
+    ["rm /etc/passwd", "rm /etc/passwd; mkfifo /etc/passwd", "echo root:x:7:7::/:/bin/sh >/etc/passwd", ">/etc/passwd"],
+)
+async def test_root_is_root_whatever_the_users_file_says(box: AsyncSandbox, breakage: str) -> None:
+    (await box.commands.run(breakage)).check()
+    assert (await box.commands.run(["/usr/bin/id", "-u"])).stdout == "0\n"
+    await box.files.write("/tmp/still-here", b"x")
+    assert (await box.files.stat("/tmp/still-here")).uid == 0
+
+
 async def test_an_argv_and_environment_of_a_megabyte(box: AsyncSandbox) -> None:
     words = [str(i % 10) * 100_000 for i in range(10)]
     result = await box.commands.run(["printf", "%s\n", *words])
