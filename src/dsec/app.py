@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hashlib
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 from dsec.journal.state_dir import StateDir
+from dsec.kernel.census import instance_of
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
@@ -64,8 +64,7 @@ class Config(Struct, frozen=True, kw_only=True):
 def read_config(state: Path | None = None) -> Config:
     """The configuration from arguments and environment."""
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
-    instance = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
-    return Config(state=state, run=Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance)
+    return Config(state=state, run=Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state))
 
 
 def read_e2b(config: Config) -> E2bConfig:
