@@ -7,7 +7,8 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -193,6 +194,30 @@ class TerminalHost(Protocol):
     async def prepare_terminal(self) -> None:
         """Called before an operation with ExecFlag.PTY starts; cheap when it was done before. Raises `Unsupported`,
         `Unavailable`."""
+        ...
+
+
+@runtime_checkable
+class NetworkHost(Protocol):
+    """What an `Instance` may be besides: one whose programs can be served a network by name. It has no interface but
+    `lo`; what its programs connect to, at any address and port but its own loopback, arrives here instead."""
+
+    async def serve_network(
+        self, connected: Callable[[socket.socket, str, int], None], query: Callable[[bytes], bytes | None]
+    ) -> None:
+        """From now on hand over what arrives: `connected(connection, address, port)` for each TCP connection, where
+        its program believes to be connected to `address`:`port` (the callee owns the non-blocking socket); `query` for
+        each DNS query (a UDP payload to port 53 of any address), which returns the answer or None for silence. Both
+        are called on the event loop and must not block.
+
+        Idempotent in effect: a second call replaces the callbacks. Until the first one no address but loopback can be
+        reached at all. After an edge's restart the new one calls it again; connections that came in between wait.
+        Raises `Unsupported` where the host can't (the reason says what is missing), `Unavailable`.
+        """
+        ...
+
+    async def end_network(self) -> None:
+        """Hand over nothing any more: new connections are refused. Those handed over are their owner's to close."""
         ...
 
 

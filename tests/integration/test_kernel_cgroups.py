@@ -295,7 +295,7 @@ def test_the_pool_reshapes_and_is_bounded(pool: CgroupPool) -> None:
         pool.give_back(slot)
     eventually(lambda: pool.counts()["dirty"] == 0)
     assert pool.counts()["spare"] <= 4
-    assert len(pool.root.names()) <= 4
+    eventually(lambda: len(pool.root.names()) <= 4)  # the thread may be removing one that it made too many
     slot = pool.take(pool.reserve(OTHER), OTHER, "other", 300_000)
     assert slot.note is not None
     assert slot.note.shape == OTHER

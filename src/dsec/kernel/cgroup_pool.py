@@ -234,7 +234,10 @@ class CgroupPool:
             with self._lock:
                 self._stuck.append(slot)
             return
-        with self._lock:
+        self._keep_or_discard(slot)
+
+    def _keep_or_discard(self, slot: Slot) -> None:
+        with self._lock:  # while it was being made or cleaned, others may have come back
             keep = len(self._spare) < self._spare_most
             if keep:
                 self._spare[slot.name] = slot
@@ -260,5 +263,4 @@ class CgroupPool:
             raise
         finally:
             slot.close()
-        with self._lock:
-            self._spare[name] = slot
+        self._keep_or_discard(slot)
