@@ -35,7 +35,7 @@ class Visit(Struct, frozen=True):
     grants: Sequence[Grant]
     """Those that this gateway serves; never empty. Looked up anew for each request: a policy changes live."""
     note: Callable[[str, Mapping[str, Any]], None]
-    """A line in the sandbox's event log: `note("gateway", {"permission", "method", "path", "status", "bytes", ...})`."""
+    """A line in the sandbox's event log: `note("gateway", {"permission", "method", "path", "status", "bytes"})`."""
 
 
 class Gateway(Protocol):
