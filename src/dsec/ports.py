@@ -8,7 +8,8 @@ passes.
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -265,3 +266,48 @@ class Backend(Protocol):
         """Stop serving. `keep`: sandboxes go on for the next edge incarnation; else everything is removed, mounts and
         all."""
         ...
+
+
+class BlobInfo(Struct, frozen=True):
+    """An object of a store."""
+
+    key: str
+    size: int
+    modified_at: float
+    """Wall clock of the store, seconds."""
+
+
+class BlobStore(Protocol):
+    """Objects shared by all nodes: a directory on a (distributed) file system, or a bucket. `dsec.store.format` says
+    what lies where.
+
+    Keys are relative paths of letters, digits and `._-@+=%` with `/` between. An object appears whole or not at all, to
+    every reader at once, whoever else writes it. Nothing here is verified: who reads by a digest compares. All calls
+    raise `Unavailable` where the store can't be reached, is full or fails, after retries of their own.
+    """
+
+    async def put(self, key: str, data: bytes | Path) -> None:
+        """Make or replace it, of bytes or of a file's content. Durable on return."""
+        ...
+
+    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+        """Make it; False where it exists already, even by a writer at the same time. Durable on return."""
+        ...
+
+    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        """A range, fewer bytes only where the object ends there. Raises `NotFound`."""
+        ...
+
+    async def size(self, key: str) -> int | None:
+        """Its size, or None where it doesn't exist."""
+        ...
+
+    def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        """All objects whose keys begin with `prefix` (which ends with `/`), in any order."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Idempotent."""
+        ...
+
+    async def close(self) -> None: ...
