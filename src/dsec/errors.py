@@ -23,7 +23,7 @@
         OutcomeUnknown            outcome_unknown        502   the guest died under an operation: it may have run
         SandboxLost               sandbox_lost           502   the node or zygote died
         CreateFailed              create_failed          502
-        LayerCorrupt              layer_corrupt          502   what a store or a registry gave isn't what its digest says
+        LayerCorrupt              layer_corrupt          502   what a store or registry gave isn't what its digest says
         RequestTimeout            request_timeout        504   request_timeout_s passed on the client
 
 Every code has a page in docs/errors.md. A code never comes from inside a sandbox.

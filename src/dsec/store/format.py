@@ -1,9 +1,9 @@
 """The form of a layer, on a node's disk and in a store: docs/LAYERS.md draws it. No I/O.
 
-A layer is an EROFS *metadata image* (names, owners, xattrs, the content of tiny files) and *data*: one blob, the image's
-only extra device, in which every other file's content lies, 4 KiB aligned, in file order. The data is cut into *chunks*
-at places that its content decides, so that equal files give equal chunks in different layers. The manifest says all
-of it; its own digest names the layer. Where a store keeps the chunks is no part of it: that is a `Placement`.
+A layer is an EROFS *metadata image* (names, owners, xattrs, the content of tiny files) and *data*: one blob, the
+image's only extra device, in which every other file's content lies, 4 KiB aligned, in file order. The data is cut into
+*chunks* at places that its content decides, so that equal files give equal chunks in different layers. The manifest
+says all of it; its own digest names the layer. Where a store keeps the chunks is no part of it: that is a `Placement`.
 
 Keys in a store:
 
