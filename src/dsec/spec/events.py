@@ -1,7 +1,8 @@
 """What happened to a sandbox, as the edge saw it from outside: the lines of its event log.
 
 Owns the line's form and the list of types. Invariants: `seq` grows within a sandbox, and a gap in it says that events
-were lost or dropped; nothing in an event comes from inside a sandbox but names that a caller chose. A later log of
+were lost or dropped; nothing in an event comes from inside a sandbox but names that a caller chose, and host names
+and addresses that programs asked for. A later log of
 whole trajectories keeps this form and adds types.
 """
 
@@ -25,6 +26,11 @@ class EventType(StrEnum):
     FILE_MOVED = "file_moved"  # path, to
     FILE_REMOVED = "file_removed"  # path, recursive
     RENEWED = "renewed"  # ttl_s
+    NETWORK = "network"  # policy: what it may reach from now on (at most 100 permissions named), permissions: how many
+    CONNECTION = "connection"  # one that was allowed, at its end: name, address, port, permission, out, in, ms, reason
+    REFUSED = "connection_refused"  # name or address, port, reason, permission; aggregated: count, ports, names
+    NAME_REFUSED = "name_refused"  # name: a look-up of one that isn't granted
+    GATEWAY = "gateway"  # a request that a gateway answered: permission, method, path, status, bytes
     ADOPTED = "adopted"  # a server that was started again took it over
     ENDING = "ending"  # cause, infra, message
     ENDED = "ended"  # cause, infra, removal_ms: nothing of it is left; always last

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from dsec.spec.causes import Cause
+from dsec.spec.network import Network
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -67,7 +68,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that is
     there."""
     cpu_class: str | None = None
-    network: dict[str, bool] | None = None
+    network: Network | None = None
+    """What it may reach, by named permission (docs/NETWORK.md); absent: nothing."""
     gpus: int | None = None
 
 

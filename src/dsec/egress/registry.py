@@ -1,0 +1,64 @@
+"""The operator's file about the network, `network.toml` in the state directory.
+
+Owns its form; docs/NETWORK.md describes it. Invariant: a file with a mistake stops the server with a sentence that says
+where, rather than granting something else than was meant.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dsec.egress.meters import Limits
+from dsec.errors import InvalidRequest
+from dsec.plan.permissions import BUILT_IN, Definition, check_definition
+from dsec.spec.network import KeyPolicy, permission
+
+FILE_NAME = "network.toml"
+
+
+class NetworkFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What it may hold."""
+
+    permissions: dict[str, Definition] = {}
+    """By name; a built-in one may be given other options, limits or upstreams."""
+    limits: Limits = Limits()
+    keys: KeyPolicy = KeyPolicy()
+    """For API keys that were made without a policy of their own."""
+    gateways: dict[str, dict[str, Any]] = {}
+    """Settings of the gateways, by kind."""
+
+    @property
+    def definitions(self) -> Mapping[str, Definition]:
+        """The built-in permissions and these."""
+        return {**BUILT_IN, **self.permissions}
+
+
+def read_network(state: Path) -> NetworkFile:
+    """The file of a state directory, or the defaults. Raises `InvalidRequest`."""
+    path = state / FILE_NAME
+    try:
+        found = msgspec.convert(tomllib.loads(path.read_text()), NetworkFile)
+    except FileNotFoundError:
+        return NetworkFile()
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise _wrong(path, str(error)) from error
+    for name, definition in found.permissions.items():
+        try:
+            if permission(name).text != name or ":" in name:
+                raise ValueError("a permission's name is lower-case letters, digits and hyphens")
+        except ValueError as error:
+            raise _wrong(path, f"permissions.{name}: {error}") from None
+        why = check_definition(name, definition)
+        if why is not None:
+            raise _wrong(path, f"permissions.{name}: {why}")
+    return found
+
+
+def _wrong(path: Path, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {why}", remedy="docs/NETWORK.md says what it may hold.")
