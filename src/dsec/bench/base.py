@@ -18,7 +18,8 @@ def mounted_base(state: Path, environment: str, target: Path) -> Iterator[Path]:
     store = EnvironmentStore(state)
     base = next(digest for digest in reversed(store.get(environment).layers) if digest != store.runtime())
     target.mkdir(parents=True)
-    ErofsMount(store.layers.image(base), target).mount()
+    image, data = store.layers.files(base)
+    ErofsMount(image, target, data=data).mount()
     try:
         yield target
     finally:

@@ -7,6 +7,7 @@ when its last user does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -114,32 +115,43 @@ class Mount(Protocol):
 
 
 class ErofsMount(Struct, frozen=True):
-    """An EROFS image, file-backed (Linux 6.12 and newer), or by a loop device that frees itself at unmount."""
+    """An EROFS image, file-backed (Linux 6.12 and newer), or by loop devices that free themselves at unmount."""
 
     image: Path
     target: Path
     direct_io: bool = False
     """Don't cache the image's own pages beside the files' (Linux 6.15); ignored where the kernel doesn't know it."""
+    data: Path | None = None
+    """The image's extra device."""
 
     def describe(self) -> str:
         return f"erofs {self.image} on {self.target} (read-only)"
 
     def mount(self) -> None:
-        flags = syscalls.MS_RDONLY | syscalls.MS_NODEV | syscalls.MS_NOATIME
+        device = [f"device={self.data}"] if self.data else []
         if self.direct_io:
             try:
-                syscalls.mount(self.image, self.target, "erofs", flags, "directio")
+                self._mount(self.image, "directio", *device)
                 return
             except KernelError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTBLK, errno.EOPNOTSUPP):
                     raise
         try:
-            syscalls.mount(self.image, self.target, "erofs", flags)
+            self._mount(self.image, *device)
         except KernelError as error:
             if error.errno != errno.ENOTBLK:
                 raise
-            with loop.attach(self.image, readonly=True, direct_io=True) as device:
-                syscalls.mount(device.path, self.target, "erofs", flags)
+            with contextlib.ExitStack() as loops:
+                found = [
+                    loops.enter_context(loop.attach(path, readonly=True, direct_io=True)).path
+                    for path in (self.image, self.data)
+                    if path is not None
+                ]
+                self._mount(found[0], *(f"device={path}" for path in found[1:]))
+
+    def _mount(self, image: str | Path, *options: str) -> None:
+        flags = syscalls.MS_RDONLY | syscalls.MS_NODEV | syscalls.MS_NOATIME
+        syscalls.mount(image, self.target, "erofs", flags, ",".join(options))
 
 
 class TmpfsMount(Struct, frozen=True):

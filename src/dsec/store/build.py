@@ -106,31 +106,7 @@ def build_directory_layer(
     """
     if not isinstance(source, Path):
         return store.add_tree(source, "directory", description)
-    parts = [part for part in at.split("/") if part]
-    if ".." in parts:
-        raise ValueError(f"not a path in a layer: {at!r}")
-    if not parts:
-        return store.add(source, "directory", description, owner=owner, xattrs=False)
-    with store.scratch() as scratch:
-        top = Path(scratch) / "tree"
-        inner = top.joinpath(*parts)
-        inner.parent.mkdir(parents=True)
-        shutil.copytree(source, inner, symlinks=True)
-        if owner is None:
-            _copy_owners(source, inner)
-        for directory in inner.parents:
-            if directory == top.parent:
-                break
-            os.utime(directory, (0, 0))
-        return store.add(top, "directory", description, owner=owner, xattrs=False)
-
-
-def _copy_owners(source: Path, target: Path) -> None:
-    for directory, names, files in os.walk(source):
-        for name in (*names, *files, ""):
-            path = os.path.join(directory, name)
-            stat = os.lstat(path)
-            os.chown(target / os.path.relpath(path, source), stat.st_uid, stat.st_gid, follow_symlinks=False)
+    return store.add(source, "directory", description, at=at, owner=owner, xattrs=False)
 
 
 def host_suite() -> str:

@@ -110,7 +110,7 @@ class EnvironmentStore:
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"not a name for an environment: {name!r}", remedy=f"It has to match {NAME_PATTERN}.")
         for digest in layers:
-            self.layers.image(digest)
+            self.layers.files(digest)
         runtime = self.runtime()
         environment = Environment(
             name=name,

@@ -1,9 +1,8 @@
-"""Layers: immutable EROFS images, named by the SHA-256 of the image, and their mounts.
+"""The layers of a node: complete ones on its disk, and their mounts.
 
-On disk: `store/layers/<digest>/{layer.erofs, meta.json}`. A layer appears by the rename of a finished directory, so
-that what is there is whole. The same tree gives the same digest: mkfs.erofs sorts names, the UUID is fixed, and the
-image's own time and checksum are blanked; modification times of files are kept (else every .pyc in an image would be
-stale).
+On disk, for each layer, `store/layers/<digest>/` as docs/LAYERS.md says, with `meta.json` (`LayerMeta`) beside. A layer
+appears by the rename of a finished directory, so that what is there is whole. Whole images of the first version
+(`layer.erofs`) are still mounted.
 
 A layer is mounted once a node at `<run>/layers/<digest>/0`, and once for each id range as an id-mapped clone at
 `<run>/layers/<digest>/<base>`. All sandboxes of a range share the clone. A restarted server finds them in mountinfo.
@@ -12,43 +11,45 @@ A layer is mounted once a node at `<run>/layers/<digest>/0`, and once for each i
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import io
 import os
-import re
 import shutil
-import struct
-import subprocess
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from dsec.errors import NotFound, Unsupported
+from dsec.errors import NotFound
 from dsec.kernel import idmap, mounts
 from dsec.kernel.mounts import ErofsMount
 from dsec.kernel.syscalls import KernelError
+from dsec.store.data import Budget, LayerData
+from dsec.store.directory import DirectoryReader
+from dsec.store.erofs import read_image, write_image
+from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
+from dsec.store.tree import Node, directory, walk
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 ID_COUNT = 65_536
 ALL_HOT_BYTES = 48 << 20
 """A layer up to this size is read whole when it is mounted."""
-_UUID = "00000000-0000-4000-8000-000000000000"
-_SUPERBLOCK = 1024
-_BUILD_TIME = _SUPERBLOCK + 24  # u64 seconds, u32 nanoseconds
 
 
 class LayerMeta(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known about a layer."""
+    """What is known about a layer that is on this node."""
 
     digest: str
     kind: str
-    """`base`, `directory` or `runtime`."""
     description: str = ""
     size_bytes: int = 0
+    """On this node's disk."""
     created_at: float = 0.0
     hot: list[str] = []
     """Files that most sandboxes read, worth having in the page cache; `/`: all. See `LayerMounts.warm`."""
@@ -67,6 +68,57 @@ class Entry(Struct, frozen=True):
 Tree = Mapping[str, Entry]
 
 
+class LayerFiles(NamedTuple):
+    """What the kernel mounts."""
+
+    image: Path
+    data: Path | None
+    """None: the image has no extra device."""
+
+
+class LayerMaker:
+    """A layer on its way: contents go into `data`, in the order in which they are to lie; then `finish`."""
+
+    def __init__(self, store: LayerStore, directory: Path, data: LayerData) -> None:
+        self.data = data
+        self._store = store
+        self._directory = directory
+
+    def finish(
+        self,
+        top: Node,
+        kind: Kind,
+        description: str = "",
+        *,
+        config: ImageConfig | None = None,
+        source: dict[str, str] | None = None,
+        hot: list[str] | None = None,
+    ) -> LayerMeta:
+        """Write the tree and put the layer into the store; an equal one may be there. Blocks.
+
+        Raises `InvalidRequest` for what a layer can't hold, OSError where the disk is full.
+        """
+        data_bytes, chunks = self.data.finish()
+        image = write_image(top, data_bytes)
+        _write_file(self._directory / "meta.erofs", image)
+        if not data_bytes:
+            (self._directory / "data").unlink()
+        size = len(image) + data_bytes
+        manifest = Manifest(
+            kind=kind,
+            metadata=sha256(image).hexdigest(),
+            metadata_bytes=len(image),
+            data_bytes=data_bytes,
+            chunks=chunks,
+            files=sum(1 for _ in walk(top)),
+            file_bytes=self.data.file_bytes,
+            config=config or ImageConfig(),
+            source=source or {},
+            hot=hot or (["/"] if size <= ALL_HOT_BYTES else []),
+        )
+        return self._store.place(self._directory, manifest, description)
+
+
 class LayerStore:
     """The layers below a state directory."""
 
@@ -76,16 +128,37 @@ class LayerStore:
         self.root.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
 
-    def image(self, digest: str) -> Path:
-        """A layer's image. Raises `NotFound`."""
-        path = self.root / digest / "layer.erofs"
-        if not DIGEST.fullmatch(digest) or not path.exists():
-            raise NotFound(f"there is no layer {digest[:80]!r}", remedy="Build it again; its files are gone.")
-        return path
+    def has(self, digest: str) -> bool:
+        return DIGEST.fullmatch(digest) is not None and (self.root / digest).exists()
+
+    def files(self, digest: str) -> LayerFiles:
+        """A layer's image and data. Raises `NotFound`."""
+        path = self.root / digest
+        if self.has(digest):
+            for image in (path / "meta.erofs", path / "layer.erofs"):
+                if image.exists():
+                    data = path / "data"
+                    return LayerFiles(image, data if data.exists() else None)
+        raise NotFound(f"there is no layer {digest[:80]!r}", remedy="Build it again; its files are gone.")
 
     def meta(self, digest: str) -> LayerMeta:
         """Raises `NotFound`."""
-        return msgspec.json.decode((self.image(digest).parent / "meta.json").read_bytes(), type=LayerMeta)
+        return msgspec.json.decode((self.files(digest).image.parent / "meta.json").read_bytes(), type=LayerMeta)
+
+    def manifest(self, digest: str) -> Manifest:
+        """Raises `NotFound`, also for a whole image of the first version; `LayerCorrupt`."""
+        self.files(digest)
+        try:
+            return decode_manifest((self.root / digest / "manifest.json").read_bytes(), digest)
+        except FileNotFoundError:
+            raise NotFound(
+                f"layer {digest} is of an older form, which has no manifest", remedy="Build it again."
+            ) from None
+
+    def tree(self, digest: str) -> Node:
+        """The layer's files. Raises `NotFound`, `LayerCorrupt`."""
+        self.manifest(digest)
+        return read_image(self.files(digest).image.read_bytes())
 
     def all(self) -> list[LayerMeta]:
         return [self.meta(name) for name in sorted(os.listdir(self.root)) if DIGEST.fullmatch(name)]
@@ -94,7 +167,8 @@ class LayerStore:
         """Delete a layer that no environment uses. Idempotent."""
         if not DIGEST.fullmatch(digest):
             raise ValueError(digest)
-        shutil.rmtree(self.root / digest, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError), self.scratch() as scratch:  # it goes at once, then its files
+            (self.root / digest).rename(Path(scratch) / "gone")
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A directory on the store's file system, for building."""
@@ -106,106 +180,108 @@ class LayerStore:
             mounts.unmount_under(entry.path)
             shutil.rmtree(entry.path)
 
+    @contextmanager
+    def making(self, budget: Budget | None = None) -> Iterator[LayerMaker]:
+        """Begin a layer; whatever isn't finished is gone when the context ends."""
+        with self.scratch() as scratch:
+            made = Path(scratch) / "layer"
+            made.mkdir(mode=0o755)
+            with open(made / "data", "x+b") as file:
+                yield LayerMaker(self, made, LayerData(file, budget))
+
+    def place(self, made: Path, manifest: Manifest, description: str = "") -> LayerMeta:
+        """Take a directory with a layer's verified `meta.erofs` and `data` into the store. Returns the layer, new or
+        not."""
+        encoded = manifest.encode()
+        digest = sha256(encoded).hexdigest()
+        meta = LayerMeta(
+            digest=digest,
+            kind=manifest.kind,
+            description=description,
+            size_bytes=manifest.metadata_bytes + manifest.data_bytes,
+            created_at=time.time(),
+            hot=manifest.hot,
+        )
+        _write_file(made / "manifest.json", encoded)
+        _write_file(made / "meta.json", msgspec.json.encode(meta))
+        try:
+            made.rename(self.root / digest)
+        except OSError:
+            if not (self.root / digest / "meta.json").exists():
+                raise
+            return self.meta(digest)  # the same layer was there
+        return meta
+
     def add(
         self,
         tree: Path,
-        kind: str,
+        kind: Kind,
         description: str = "",
         *,
+        at: str = "/",
         owner: tuple[int, int] | None = None,
         xattrs: bool = True,
         hot: list[str] | None = None,
     ) -> LayerMeta:
-        """Make a layer of a directory. `owner`: make everything that user's and group's. Blocks while it packs.
+        """Make a layer of a directory, placed at the path `at`. `owner`: make everything that user's and group's.
+        Blocks while it packs.
 
-        Raises `Unsupported` where mkfs.erofs is missing, KernelError-like OSError where the disk is full.
+        Raises ValueError for a bad `at`, `InvalidRequest` for what a layer can't hold, OSError where the disk is full.
         """
-        with self.scratch() as scratch:
-            made = Path(scratch) / "layer"
-            made.mkdir(mode=0o755)
-            image = made / "layer.erofs"
-            _pack(tree, image, owner, xattrs)
-            with open(image, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            meta = LayerMeta(
-                digest=digest,
-                kind=kind,
-                description=description,
-                size_bytes=image.stat().st_size,
-                created_at=time.time(),
-                hot=hot or (["/"] if image.stat().st_size <= ALL_HOT_BYTES else []),
-            )
-            (made / "meta.json").write_bytes(msgspec.json.encode(meta))
-            try:
-                made.rename(self.root / digest)
-            except OSError:
-                if not (self.root / digest / "meta.json").exists():
-                    raise
-                return self.meta(digest)  # the same layer was there
-        return meta
+        parts = _parts(at) if at.strip("/") else []
+        with self.making() as maker:
+            node = DirectoryReader(maker.data, owner=owner, xattrs=xattrs).read(tree)
+            for part in reversed(parts):
+                top = directory()
+                top.children[part] = node
+                node = top
+            return maker.finish(node, kind, description, hot=hot)
 
-    def add_tree(self, tree: Tree, kind: str, description: str = "") -> LayerMeta:
-        """Make a layer of generated files. Missing parents are made (0755)."""
-        with self.scratch() as scratch:
-            top = Path(scratch) / "tree"
-            top.mkdir(mode=0o755)
+    def add_tree(self, tree: Tree, kind: Kind, description: str = "") -> LayerMeta:
+        """Make a layer of generated files. Missing parents are made (0755). Raises ValueError for a bad name."""
+        top = directory()
+        with self.making() as maker:
             for name in sorted(tree):
-                _place(top, name, tree[name])
-            for directory, _, files in os.walk(top, topdown=False):
-                for name in (*files, ""):
-                    os.utime(os.path.join(directory, name), (0, 0), follow_symlinks=False)
-            return self.add(top, kind, description)
+                _place(top, name, tree[name], maker.data)
+            return maker.finish(top, kind, description)
+
+
+def _parts(name: str) -> list[bytes]:
+    parts = [part for part in os.fsencode(name).split(b"/") if part]
+    if not parts or any(part in (b".", b"..") for part in parts):
+        raise ValueError(f"not a path in a layer: {name!r}")
+    return parts
+
+
+def _place(top: Node, name: str, entry: Entry, data: LayerData) -> None:
+    *parents, last = _parts(name)
+    for part in parents:
+        top = top.children.setdefault(part, directory())
+    if entry.target:
+        node = Node(stat.S_IFLNK | 0o777, target=os.fsencode(entry.target))
+    elif entry.data is None:
+        node = top.children.get(last) or directory()
+        node.mode = stat.S_IFDIR | entry.mode
+    else:
+        content = data.add(io.BytesIO(entry.data).read, len(entry.data))
+        node = Node(stat.S_IFREG | entry.mode, content=content)
+    node.uid, node.gid = entry.uid, entry.gid
+    top.children[last] = node
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fdatasync(file.fileno())
 
 
 def _regular_files(top: Path) -> Iterator[Path]:
-    for directory, _, names in os.walk(top):
+    for found, _, names in os.walk(top):
         for name in names:
-            path = Path(directory, name)
+            path = Path(found, name)
             if path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _place(top: Path, name: str, entry: Entry) -> None:
-    parts = [part for part in name.split("/") if part]
-    if not parts or any(part in (".", "..") for part in parts):
-        raise ValueError(f"not a path in a layer: {name!r}")
-    path = top.joinpath(*parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if entry.target:
-        path.symlink_to(entry.target)
-    elif entry.data is None:
-        path.mkdir(exist_ok=True)
-    else:
-        path.write_bytes(entry.data)
-    os.chown(path, entry.uid, entry.gid, follow_symlinks=False)
-    if not entry.target:
-        path.chmod(entry.mode)
-
-
-def _pack(tree: Path, image: Path, owner: tuple[int, int] | None, xattrs: bool) -> None:
-    command = ["mkfs.erofs", "--quiet", "-U", _UUID, "-Eforce-inode-extended,nosbcrc"]
-    if not xattrs:
-        command.append("-x-1")
-    if owner is not None:
-        command += [f"--force-uid={owner[0]}", f"--force-gid={owner[1]}"]
-    path = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
-    try:
-        done = subprocess.run(
-            [*command, image, tree],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-            env={"PATH": path, "LC_ALL": "C"},
-        )
-    except FileNotFoundError:
-        raise Unsupported("mkfs.erofs is missing", remedy="Install erofs-utils.") from None
-    if done.returncode:
-        why = done.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(f"mkfs.erofs could not pack {tree}: {why[-1] if why else done.returncode}")
-    with open(image, "r+b") as file:
-        file.seek(_BUILD_TIME)
-        file.write(struct.pack("<QI", 0, 0))
 
 
 class LayerMounts:
@@ -239,9 +315,9 @@ class LayerMounts:
         with self._lock:
             plain = self.root / digest / "0"
             if plain not in self._mounted:
-                image = self._store.image(digest)
+                image, data = self._store.files(digest)
                 plain.mkdir(parents=True, exist_ok=True)
-                ErofsMount(image, plain, direct_io=True).mount()
+                ErofsMount(image, plain, direct_io=True, data=data).mount()
                 self._mounted.add(plain)
                 thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)
                 self._warming[digest] = thread
