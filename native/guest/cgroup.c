@@ -1,4 +1,8 @@
-/* A child cgroup per command, `c<op>`, in the sandbox's own v2 directory: what ends a command whole, double forks included. */
+/* A child cgroup per command, in the sandbox's own v2 directory: what ends a command whole, double forks included.
+ *
+ * Making and removing one is a quarter of what the guest does for a short command, so a sandbox that runs many uses some again: those
+ * that are empty and were never killed (up to Linux 6.18 a killed one kills what is cloned into it later). They are given up when
+ * nothing has run for a moment. A sandbox's first command leaves none behind: most of the short-lived ones run just that. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -12,81 +16,161 @@
 #include "guest.h"
 
 #define NAME_SIZE 48
+#define MOST_KEPT 8 /* with open descriptors, running or idle */
 
-/* "c<op>" and `tail` behind it. */
-static const char *name_of(char name[NAME_SIZE], uint64_t op, const char *tail) {
+struct group {
+    struct group *next;        /* among the idle ones, or those left behind */
+    uint64_t number;           /* of the first command that it was for: its name is c<number> */
+    uint64_t used_us, last_us; /* CPU time: before its present command; as read last */
+    int dir, cpu_stat, events; /* kept open for the next command; -1 */
+    bool kept, spoilt;         /* spoilt: not to be used again */
+};
+static struct group *idle, *left;
+static unsigned kept_count, taken_count;
+
+/* "c<number>" and `tail` behind it. */
+static const char *name_of(char name[NAME_SIZE], const struct group *group, const char *tail) {
     size_t size = strlen(tail);
     char *end = name + NAME_SIZE - 1 - size;
     memcpy(end, tail, size + 1);
-    char *start = format_u64(end, op);
+    char *start = format_u64(end, group->number);
     *--start = 'c';
     return start;
 }
 
-int cgroup_make(uint64_t op) {
-    char buffer[NAME_SIZE];
-    const char *name = name_of(buffer, op, "");
-    if (mkdirat(guest.cgroup, name, 0755) && errno != EEXIST) return -errno;
-    int fd = openat(guest.cgroup, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return fd < 0 ? -errno : fd;
+static void close_fd(int *fd) {
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
 }
 
-int cgroup_kill(uint64_t op) {
+static void close_all(struct group *group) {
+    close_fd(&group->dir);
+    close_fd(&group->cpu_stat);
+    close_fd(&group->events);
+    kept_count -= group->kept;
+    group->kept = false;
+}
+
+static int make(struct group *group) {
     char name[NAME_SIZE];
-    int fd = openat(guest.cgroup, name_of(name, op, "/cgroup.kill"), O_WRONLY | O_CLOEXEC);
+    if (mkdirat(guest.cgroup, name_of(name, group, ""), 0755) && errno != EEXIST) return -errno;
+    group->dir = openat(guest.cgroup, name_of(name, group, ""), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (group->dir >= 0) return 0;
+    int error = -errno;
+    unlinkat(guest.cgroup, name_of(name, group, ""), AT_REMOVEDIR);
+    return error;
+}
+
+int group_take(uint64_t op, struct group **taken) {
+    struct group *group = idle;
+    taken_count += taken_count < 2;
+    if (group) {
+        idle = group->next;
+    } else {
+        group = malloc(sizeof *group);
+        if (!group) return -ENOMEM;
+        *group = (struct group){.number = op, .dir = -1, .cpu_stat = -1, .events = -1};
+        int error = make(group);
+        if (error) {
+            free(group);
+            return error;
+        }
+        group->kept = taken_count > 1 && kept_count < MOST_KEPT;
+        kept_count += group->kept;
+    }
+    *taken = group;
+    return 0;
+}
+
+int group_directory(const struct group *group) { return group->dir; }
+
+void group_entered(struct group *group) {
+    if (!group->kept) close_fd(&group->dir);
+}
+
+int group_kill(struct group *group) {
+    char name[NAME_SIZE];
+    group->spoilt = true;
+    int fd = openat(guest.cgroup, name_of(name, group, "/cgroup.kill"), O_WRONLY | O_CLOEXEC);
     if (fd < 0) return -errno;
     int error = write(fd, "1", 1) == 1 ? 0 : -errno;
     close(fd);
     return error;
 }
 
-int cgroup_remove(uint64_t op) {
+/* The beginning of one of its files; *fd stays open where the group is kept. False where that isn't to be had. */
+static bool read_file(const struct group *group, int *fd, const char *tail, char *text, size_t capacity) {
     char name[NAME_SIZE];
-    if (unlinkat(guest.cgroup, name_of(name, op, ""), AT_REMOVEDIR) == 0 || errno == ENOENT) return 0;
-    return -EBUSY;
+    if (*fd < 0) *fd = openat(guest.cgroup, name_of(name, group, tail), O_RDONLY | O_CLOEXEC);
+    if (*fd < 0) return false;
+    ssize_t size = pread(*fd, text, capacity - 1, 0);
+    if (!group->kept) close_fd(fd);
+    text[size > 0 ? size : 0] = 0;
+    return size > 0;
 }
 
-int cgroup_cpu_us(uint64_t op, uint64_t *cpu_us) {
+static int read_cpu_us(struct group *group) {
     static const char WORD[] = "usage_usec ";
-    char name[NAME_SIZE], text[128];
-    int fd = openat(guest.cgroup, name_of(name, op, "/cpu.stat"), O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return -errno;
-    ssize_t size = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (size < (ssize_t)sizeof WORD || memcmp(text, WORD, sizeof WORD - 1) != 0) return -EINVAL;
-    text[size] = 0;
-    *cpu_us = strtoull(text + sizeof WORD - 1, NULL, 10);
+    char text[128];
+    if (!read_file(group, &group->cpu_stat, "/cpu.stat", text, sizeof text) || strncmp(text, WORD, sizeof WORD - 1) != 0) return -EINVAL;
+    group->last_us = strtoull(text + sizeof WORD - 1, NULL, 10);
     return 0;
+}
+
+int group_cpu_us(struct group *group, uint64_t *cpu_us) {
+    int error = read_cpu_us(group);
+    if (error) group->spoilt = true; /* where the next command would begin is not known */
+    else *cpu_us = group->last_us - group->used_us;
+    return error;
+}
+
+static bool is_empty(struct group *group) {
+    char text[64];
+    return read_file(group, &group->events, "/cgroup.events", text, sizeof text) && strstr(text, "populated 0\n");
+}
+
+static int remove_group(struct group *group) {
+    char name[NAME_SIZE];
+    if (unlinkat(guest.cgroup, name_of(name, group, ""), AT_REMOVEDIR) && errno != ENOENT) return -EBUSY;
+    close_all(group);
+    free(group);
+    return 0;
+}
+
+int group_end(struct group *group) {
+    if (!group->kept || group->spoilt || !is_empty(group)) return remove_group(group);
+    group->used_us = group->last_us;
+    group->next = idle;
+    idle = group;
+    trim_soon();
+    return 0;
+}
+
+void groups_trim(void) {
+    for (struct group *group; (group = idle);) {
+        idle = group->next;
+        if (remove_group(group)) group_end_later(group);
+    }
 }
 
 /* --- cgroups that commands left behind, with background processes in them -------------------------------------------------------- */
 
-static uint64_t *left;
-static size_t left_count, left_capacity;
-
-void cgroup_remove_later(uint64_t op) {
-    if (left_count == left_capacity) {
-        size_t capacity = left_capacity ? left_capacity * 2 : 16;
-        uint64_t *grown = realloc(left, capacity * sizeof *left);
-        if (!grown) return; /* an empty directory stays: harmless, and it goes with the sandbox */
-        left = grown;
-        left_capacity = capacity;
-    }
-    left[left_count++] = op;
+void group_end_later(struct group *group) {
+    close_all(group);
+    group->next = left;
+    left = group;
 }
 
-void cgroup_sweep(void) {
-    for (size_t i = 0; i < left_count;) {
-        if (cgroup_remove(left[i]) == 0) {
-            left[i] = left[--left_count];
-        } else {
-            i++;
-        }
+void groups_sweep(void) {
+    for (struct group **at = &left, *group; (group = *at);) {
+        struct group *next = group->next;
+        if (remove_group(group) == 0) *at = next;
+        else at = &group->next;
     }
 }
 
-void cgroup_kill_left(void) {
-    for (size_t i = 0; i < left_count; i++) cgroup_kill(left[i]);
+void groups_kill_left(void) {
+    for (struct group *group = left; group; group = group->next) group_kill(group);
 }
 
 /* --- without a cgroup ------------------------------------------------------------------------------------------------------------- */

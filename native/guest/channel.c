@@ -21,6 +21,7 @@ static struct {
     int fd;
     bool packets; /* SOCK_SEQPACKET */
     bool greeted, readable, writable;
+    bool asked; /* epoll is to tell when there is room again */
     size_t received; /* in `input` */
     struct dsec_request request;
     enum { NO_REQUEST, COLLECTING, SKIPPING } request_state; /* skipping: the rest of one that was answered already */
@@ -41,10 +42,26 @@ static void channel_close(void) {
     channel.fd = -1;
 }
 
+/* Room is asked for only when there was none: else every frame that the edge takes out would wake us. */
+static void ask_for_room(bool ask) {
+    if (channel.asked == ask) return;
+    channel.asked = ask;
+    struct epoll_event event = {EPOLLIN | EPOLLRDHUP | EPOLLET | (ask ? EPOLLOUT : 0u), {.ptr = &channel.source}};
+    epoll_ctl(guest.epoll, EPOLL_CTL_MOD, channel.fd, &event);
+}
+
 static void channel_ready(struct source *source, uint32_t events) {
     (void)source;
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) channel.readable = true;
-    if (events & EPOLLOUT) channel.writable = true;
+    if (events & EPOLLOUT) {
+        channel.writable = true;
+        ask_for_room(false);
+    }
+}
+
+static void channel_full(void) {
+    channel.writable = false;
+    ask_for_room(true);
 }
 
 void channel_open(int fd) {
@@ -58,7 +75,7 @@ void channel_open(int fd) {
     channel.packets = type == SOCK_SEQPACKET;
     channel.source.ready = channel_ready;
     channel.readable = channel.writable = true;
-    watch(fd, &channel.source, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+    watch(fd, &channel.source, EPOLLIN | EPOLLRDHUP);
 }
 
 /* --- sending --------------------------------------------------------------------------------------------------------------------- */
@@ -70,8 +87,8 @@ static bool transmit(struct iovec *pieces, int count) {
     ssize_t sent = channel.packets ? sendmsg(channel.fd, &message, MSG_NOSIGNAL) : writev(channel.fd, pieces, count);
     if (sent < 0) {
         if (errno == EINTR || errno == ENOBUFS) return false; /* again soon: nothing is going to tell us when */
-        channel.writable = false;
-        if (errno != EAGAIN) channel_close();
+        if (errno == EAGAIN) channel_full();
+        else channel_close();
         return false;
     }
     if (channel.packets) return true;
@@ -207,8 +224,8 @@ static bool send_rest(void) {
     if (sent > 0) {
         channel.rest_at += (size_t)sent;
     } else {
-        channel.writable = false;
         if (sent < 0 && errno != EAGAIN && errno != EINTR) channel_close();
+        else channel_full();
     }
     return channel.rest_at == channel.rest_end;
 }

@@ -135,7 +135,8 @@ struct op {
     pid_t pid; /* 0: none */
     uint64_t flags;
     uint32_t pty_size; /* columns << 16 | rows; 0: it has no terminal. Then out.fd and input are both its master */
-    bool started, reaped, killed, released, has_cgroup;
+    bool started, reaped, killed, released;
+    struct group *group; /* NULL: none, or none any more */
     bool send_state, send_started, send_exit;
     struct stream out, err;
 
@@ -170,7 +171,7 @@ void ops_after_reaping(void);
 void ops_tick(uint64_t now);
 void trim_soon(void); /* memory was freed; idle sandboxes are many, so it goes back to the system */
 void ops_kill_all(void);
-void ops_remove_cgroups(void);
+void ops_remove_groups(void);
 
 void op_kill(struct op *op, enum dsec_end end, uint64_t now); /* everything that it started; `end`: unless an earlier reason stands */
 void op_advance(struct op *op); /* as far as it can go from the leader's end to the operation's */
@@ -199,7 +200,7 @@ uint32_t ops_visible(void);
 
 /* --- spawn.c ------------------------------------------------------------------------------------------------------------------- */
 
-/* Starts op's process: fills in pid, input, out.fd, err.fd, report, has_cgroup. 0, or a negative errno and the stage. */
+/* Starts op's process: fills in pid, input, out.fd, err.fd, report, group. 0, or a negative errno and the stage. */
 int spawn(struct op *op, struct request *request, enum dsec_stage *stage);
 _Noreturn void child_fail(int report, enum dsec_stage stage, int error);
 
@@ -214,13 +215,17 @@ int terminal_take(uid_t owner);        /* in the child, the leader of a new sess
 
 /* --- cgroup.c ------------------------------------------------------------------------------------------------------------------ */
 
-int cgroup_make(uint64_t op);                /* an open directory, or a negative errno */
-int cgroup_kill(uint64_t op);
-int cgroup_remove(uint64_t op);              /* 0: it is gone; -EBUSY: something lives in it */
-int cgroup_cpu_us(uint64_t op, uint64_t *cpu_us);
-void cgroup_remove_later(uint64_t op);       /* when it is empty */
-void cgroup_sweep(void);
-void cgroup_kill_left(void);
+struct group;
+int group_take(uint64_t op, struct group **group); /* for a command; or a negative errno */
+int group_directory(const struct group *group);    /* a descriptor to clone into */
+void group_entered(struct group *group);           /* the clone is done */
+int group_kill(struct group *group);
+int group_cpu_us(struct group *group, uint64_t *cpu_us); /* of its command */
+int group_end(struct group *group);                /* 0: it is gone, and so is the pointer; -EBUSY: something lives in it */
+void group_end_later(struct group *group);         /* when it is empty */
+void groups_sweep(void);
+void groups_kill_left(void);
+void groups_trim(void);                            /* those that are kept for later commands */
 void kill_tree(pid_t leader);                /* where there is no cgroup: what can be found by session, group and parent */
 
 /* --- users.c ------------------------------------------------------------------------------------------------------------------- */

@@ -15,6 +15,10 @@
 static inline int x_renameat2(int from_dir, const char *from, int to_dir, const char *to, unsigned flags) {
     return (int)syscall(SYS_renameat2, from_dir, from, to_dir, to, flags);
 }
+/* Of the calling thread, and there is no other: the C library's own stop all signals to make sure of it, four calls each. */
+static inline int x_setgroups(size_t count, const gid_t *groups) { return (int)syscall(SYS_setgroups, count, groups); }
+static inline int x_setresgid(gid_t real, gid_t effective, gid_t saved) { return (int)syscall(SYS_setresgid, real, effective, saved); }
+static inline int x_setresuid(uid_t real, uid_t effective, uid_t saved) { return (int)syscall(SYS_setresuid, real, effective, saved); }
 static inline int x_close_from(unsigned first) { return (int)syscall(SYS_close_range, first, ~0u, 0u); }
 
 #ifdef __GLIBC__

@@ -66,7 +66,7 @@ void free_later(void *memory) {
 
 void shut_down(int status) {
     ops_kill_all();
-    cgroup_kill_left();
+    groups_kill_left();
     if (getpid() == 1) _exit(status); /* takes the whole namespace with it */
     kill_tree(getpid());
     for (int i = 0; i < 1000; i++) { /* see them off, for a second */
@@ -74,8 +74,9 @@ void shut_down(int status) {
         if (pid < 0) break;
         if (pid == 0) usleep(1000);
     }
-    ops_remove_cgroups();
-    cgroup_sweep();
+    ops_remove_groups();
+    groups_sweep();
+    groups_trim();
     _exit(status);
 }
 
@@ -89,7 +90,7 @@ static void signals_ready(struct source *source, uint32_t events) {
     int status;
     pid_t pid;
     (void)source, (void)events;
-    while (read(signals, info, sizeof info) > 0) {}
+    if (read(signals, info, sizeof info) < 0) return; /* level-triggered: what it left is told again */
     while ((pid = wait4(-1, &status, WNOHANG, &usage)) > 0) ops_reaped(pid, status, &usage);
     ops_after_reaping();
 }

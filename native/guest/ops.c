@@ -77,7 +77,7 @@ void op_kill(struct op *op, enum dsec_end end, uint64_t now) {
     op->deadline_ns = 0;
     if (op->kind == DSEC_EXEC) {
         if (op->killed) return;
-        if (!op->has_cgroup || cgroup_kill(op->id)) kill_tree(op->pid);
+        if (!op->group || group_kill(op->group)) kill_tree(op->pid);
         if (!op->reaped) kill(op->pid, SIGKILL); /* it may not have entered its cgroup yet */
     } else if (!op->reaped) {
         kill(op->pid, op->killed ? SIGKILL : SIGTERM);
@@ -91,17 +91,17 @@ void ops_kill_all(void) {
     for (size_t i = 0; i < BUCKETS; i++) {
         for (struct op *op = by_id[i]; op; op = op->next_by_id) {
             if (op->state == OP_ENDED) continue;
-            if (op->has_cgroup) cgroup_kill(op->id);
+            if (op->group) group_kill(op->group);
             else if (!op->reaped && op->kind == DSEC_EXEC) kill_tree(op->pid);
             if (!op->reaped) kill(op->pid, SIGKILL);
         }
     }
 }
 
-void ops_remove_cgroups(void) {
+void ops_remove_groups(void) {
     for (size_t i = 0; i < BUCKETS; i++) {
         for (struct op *op = by_id[i]; op; op = op->next_by_id) {
-            if (op->has_cgroup) cgroup_remove(op->id);
+            if (op->group && group_end(op->group) == 0) op->group = NULL;
         }
     }
 }
@@ -137,10 +137,10 @@ static void op_end(struct op *op) {
     struct dsec_exit *exit = &op->exit;
     uint64_t leader_us = (uint64_t)(user->tv_sec + system->tv_sec) * 1000000u + (uint64_t)(user->tv_usec + system->tv_usec);
     drop(&op->report);
-    if (op->has_cgroup) {
-        if (cgroup_cpu_us(op->id, &cpu_us) == 0) exit->cpu_us = cpu_us;
-        if (cgroup_remove(op->id)) cgroup_remove_later(op->id);
-        op->has_cgroup = false;
+    if (op->group) {
+        if (group_cpu_us(op->group, &cpu_us) == 0) exit->cpu_us = cpu_us;
+        if (group_end(op->group)) group_end_later(op->group);
+        op->group = NULL;
     }
     if (exit->cpu_us < leader_us) exit->cpu_us = leader_us;
     exit->max_rss = (uint64_t)op->usage.ru_maxrss * 1024;
@@ -164,9 +164,9 @@ static void op_end(struct op *op) {
 void op_advance(struct op *op) {
     if (op->state == OP_EMPTYING) {
         uint64_t now = now_ns(), cpu_us;
-        if (cgroup_cpu_us(op->id, &cpu_us) == 0) op->exit.cpu_us = cpu_us;
-        if (cgroup_remove(op->id) == 0) {
-            op->has_cgroup = false;
+        if (group_cpu_us(op->group, &cpu_us) == 0) op->exit.cpu_us = cpu_us;
+        if (group_end(op->group) == 0) {
+            op->group = NULL;
         } else if (now < op->give_up_ns) {
             op->retry_ns = now + RETRY_NS;
             wake_at(op->retry_ns);
@@ -207,7 +207,7 @@ void ops_reaped(pid_t pid, int status, const struct rusage *usage) {
     if ((op->flags & EF_KILL_LEFTOVERS) && !op->killed) op_kill(op, END_EXITED, now_ns());
     op->state = OP_EMPTYING;
     op->give_up_ns = now_ns() + GIVE_UP_NS;
-    if (!op->has_cgroup || !op->killed) { /* whoever lives on is welcome to */
+    if (!op->group || !op->killed) { /* whoever lives on is welcome to */
         op->state = OP_DRAINING;
         stream_begin_drain(&op->out);
         stream_begin_drain(&op->err);
@@ -373,10 +373,11 @@ void ops_tick(uint64_t now) {
     guest.timer = UINT64_MAX;
     if (sweep_ns <= now) {
         sweep_ns = UINT64_MAX;
-        cgroup_sweep();
+        groups_sweep();
     }
     if (trim_ns <= now) {
         trim_ns = UINT64_MAX;
+        groups_trim();
         heap_trim();
     }
     wake_at(sweep_ns);

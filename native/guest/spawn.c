@@ -38,7 +38,7 @@ static void prefer_for_oom(void) {
     char digits[8], *end = digits + sizeof digits;
     if (guest.oom_score_adj < 0) return;
     const char *text = format_u64(end, (uint64_t)MIN(guest.oom_score_adj + OOM_PREFERENCE, 1000));
-    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    int fd = openat(AT_FDCWD, "/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
     if (fd < 0) return;
     if (write(fd, text, (size_t)(end - text)) < 0) { /* no more than a preference */
     }
@@ -218,9 +218,8 @@ int spawn(struct op *op, struct request *request, enum dsec_stage *stage) {
     pid_t pid = 0;
     *stage = STAGE_CGROUP;
     if (guest.cgroup >= 0 && op->kind == DSEC_EXEC) {
-        cgroup = cgroup_make(op->id);
-        if (cgroup < 0) error = cgroup;
-        else op->has_cgroup = true;
+        error = group_take(op->id, &op->group);
+        if (!error) cgroup = group_directory(op->group);
     }
     if (!error) {
         *stage = STAGE_FORK;
@@ -244,7 +243,7 @@ int spawn(struct op *op, struct request *request, enum dsec_stage *stage) {
     close_open(&ends.output);
     close_open(&ends.error);
     close_open(&ends.report);
-    if (cgroup >= 0) close(cgroup);
+    if (op->group) group_entered(op->group);
     if (error) {
         close_open(&op->out.fd);
         close_open(&op->err.fd);

@@ -60,8 +60,13 @@ void stream_leave(struct stream *stream) {
 
 void stream_ready(struct source *source, uint32_t events) {
     struct stream *stream = CONTAINER_OF(source, struct stream, source);
-    (void)events;
+    struct op *op = stream->op;
     if (stream->fd < 0) return;
+    if (!(events & EPOLLIN) && !op->pty_size) { /* nobody writes any more, and nothing is left in it: no need to read that */
+        stream_close(stream);
+        if (op->reaped) op_advance(op);
+        return;
+    }
     stream->readable = true;
     list_append(&guest.reading, &stream->link);
 }
@@ -84,6 +89,13 @@ static void over_cap(struct op *op, size_t bytes) {
     op_kill(op, END_OUTPUT_LIMIT, now_ns());
 }
 
+/* Most commands write little: a ring as large as the window would be memory mapped and unmapped for nothing. */
+static ssize_t read_little(struct stream *stream, size_t most) {
+    ssize_t got = read(stream->fd, scratch, MIN(most, sizeof scratch));
+    if (got > 0) ring_put(&stream->ring, scratch, (size_t)got);
+    return got;
+}
+
 /* Reads once. True if there may be more to read now; false where it must wait for data, for the window, or is done. */
 static bool stream_read(struct stream *stream) {
     struct op *op = stream->op;
@@ -98,10 +110,16 @@ static bool stream_read(struct stream *stream) {
     }
     if (keep + drop == 0) return false;
 
-    struct iovec space[3];
-    ring_space(&stream->ring, keep, space);
-    space[2] = (struct iovec){scratch, drop};
-    ssize_t got = readv(stream->fd, space, 3);
+    ssize_t got;
+    bool little = keep && stream->ring.capacity < sizeof scratch;
+    if (little) {
+        got = read_little(stream, keep);
+    } else {
+        struct iovec space[3];
+        ring_space(&stream->ring, keep, space);
+        space[2] = (struct iovec){scratch, drop};
+        got = readv(stream->fd, space, 3);
+    }
     /* EIO: nobody has the terminal open. A leader that lives on may open it again. */
     if (got < 0 && (errno == EAGAIN || (errno == EIO && op->pty_size && !op->reaped))) {
         stream->readable = false;
@@ -114,7 +132,7 @@ static bool stream_read(struct stream *stream) {
         return false;
     }
     size_t kept = MIN((size_t)got, keep);
-    stream->ring.end += kept;
+    if (!little) stream->ring.end += kept;
     stream->drain -= MIN((uint64_t)got, stream->drain);
     if ((size_t)got > kept && !op->released) over_cap(op, (size_t)got - kept);
     if (kept) channel_notify(op);

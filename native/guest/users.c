@@ -2,13 +2,13 @@
  * long lines are skipped, and no more than MOST_BYTES is looked at. Runs in a forked child, so that it may block. */
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "guest.h"
+#include "libc.h"
 
 #define MOST_BYTES (4u << 20)
 
@@ -21,7 +21,7 @@ struct lines {
 static int lines_open(struct lines *lines, const char *path) {
     struct stat status;
     lines->at = lines->have = lines->total = 0;
-    lines->fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    lines->fd = openat(AT_FDCWD, path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     if (lines->fd < 0) return -errno;
     if (fstat(lines->fd, &status) || !S_ISREG(status.st_mode)) {
         close(lines->fd);
@@ -189,8 +189,8 @@ int user_resolve(const char *spec, struct identity *identity) {
 
 /* Groups first: they can't be changed without privileges. setresuid takes the capabilities away where the user isn't root. */
 int user_become(const struct identity *identity) {
-    if (setgroups(identity->group_count, identity->groups)) return -errno;
-    if (setresgid(identity->gid, identity->gid, identity->gid)) return -errno;
-    if (setresuid(identity->uid, identity->uid, identity->uid)) return -errno;
+    if (x_setgroups(identity->group_count, identity->groups)) return -errno;
+    if (x_setresgid(identity->gid, identity->gid, identity->gid)) return -errno;
+    if (x_setresuid(identity->uid, identity->uid, identity->uid)) return -errno;
     return 0;
 }

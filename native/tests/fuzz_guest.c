@@ -83,11 +83,12 @@ int kill(pid_t pid, int number) { /* the guest's calls come here: nothing real i
 }
 
 void kill_tree(pid_t leader) { kill(leader, SIGKILL); }
-int cgroup_kill(uint64_t op) { return (void)op, -ENOENT; }
-int cgroup_remove(uint64_t op) { return (void)op, 0; }
-int cgroup_cpu_us(uint64_t op, uint64_t *cpu_us) { return (void)op, (void)cpu_us, -ENOENT; }
-void cgroup_remove_later(uint64_t op) { (void)op; }
-void cgroup_sweep(void) {}
+int group_kill(struct group *group) { return (void)group, -ENOENT; }
+int group_end(struct group *group) { return (void)group, 0; }
+int group_cpu_us(struct group *group, uint64_t *cpu_us) { return (void)group, (void)cpu_us, -ENOENT; }
+void group_end_later(struct group *group) { (void)group; }
+void groups_trim(void) {}
+void groups_sweep(void) {}
 
 static void pipe_of(int *read_end, int *write_end) {
     int ends[2];

@@ -138,6 +138,15 @@ class Cgroup:
     def children(self) -> list[str]:
         return sorted(p.name for p in self.path.iterdir() if p.is_dir())
 
+    def empties(self) -> bool:
+        """Within patience: those that are kept for later commands are given up too, when none has come for a moment."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.children():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
     def close(self) -> None:
         (self.path / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + PATIENCE_S

@@ -22,6 +22,7 @@ from native_guest import (
     TIMEOUT,
     UNIFIED,
     Guest,
+    Op,
     alive,
     built,
     gone,
@@ -195,10 +196,43 @@ def test_background_processes_live_on(guest: Guest, tmp_path: Path) -> None:
     flag.touch()
     assert wait_for(tmp_path / "result") == "survived\n", "it didn't get SIGPIPE"
     assert gone(pid)
+    assert guest.cgroup is None or guest.cgroup.empties()
+
+
+WHERE = "grep ^0:: /proc/self/cgroup"
+
+
+def group_of(op: Op) -> str:
+    """The cgroup that a command said it is in."""
+    return bytes(op.out).split(b"\n")[0].decode().rpartition("/")[2]
+
+
+def test_a_cgroup_is_used_again_only_when_it_is_empty_and_was_never_killed(guest: Guest) -> None:
+    if guest.cgroup is None:
+        pytest.skip("no v2 hierarchy")
+    guest.run("true")
+    assert guest.cgroup.children() == [], "one command alone leaves nothing"
     deadline = time.monotonic() + PATIENCE_S
-    while guest.cgroup and guest.cgroup.children():
+    last, kept = "none", "one"
+    while kept != last:  # it is kept for a moment only: on a busy machine it is gone
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        last, kept = kept, group_of(guest.run("sh", "-c", WHERE))
+    busy = guest.run("sh", "-c", f"{WHERE}; while [ $((i += 1)) -lt 100000 ]; do :; done")
+    idle = guest.run("true")
+    assert busy.end is not None
+    assert idle.end is not None
+    assert 0 < idle.end.cpu_us < busy.end.cpu_us, "CPU time of earlier commands isn't counted again"
+    left = guest.run("sh", "-c", f"{WHERE}; sleep 1000 >&- 2>&- & echo $!")
+    assert group_of(guest.run("sh", "-c", WHERE)) != group_of(left), "something lives in it"
+    killed = guest.start(argv=["sh", "-c", f"{WHERE}; sleep 1000"])
+    guest.until(killed, b"\n")
+    guest.send(FrameType.RELEASE, killed.id)
+    guest.ping()
+    assert group_of(guest.run("sh", "-c", WHERE)) != group_of(killed)
+    pid = int(bytes(left.out).split()[-1])
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    assert guest.cgroup.empties()
 
 
 def test_a_noisy_background_process_neither_holds_the_end_nor_the_guest(guest: Guest) -> None:

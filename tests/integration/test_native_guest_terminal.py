@@ -277,6 +277,7 @@ def test_no_descriptor_is_left(guest: Guest) -> None:
     failing = guest.wait(begin(guest, "/no/such/program"))
     assert ended(failing) == (START_FAILED, errno.ENOENT)
     guest.ping()
+    assert guest.cgroup is None or guest.cgroup.empties()  # their descriptors go with the groups
     assert len(list(descriptors.iterdir())) == before
 
 
