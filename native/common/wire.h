@@ -86,6 +86,10 @@ enum dsec_frame {
     DSEC_Z_PTS = 134,      /* sandbox id: mount its own devpts at /dev/pts if that wasn't done yet -> Z_OK or Z_FAILED. On demand, because
                               each superblock costs the host memory in every memory cgroup */
 
+    DSEC_Z_NETWORK = 135,  /* sandbox id: the sockets to which its way out leads, made if it has none yet -> Z_OK + SCM_RIGHTS {TCP, bound
+                              but not listening before some edge made it; UDP for port 53}, or Z_FAILED. An accepted connection's own
+                              address is the one that its program connected to */
+
     /* zygote -> edge */
     DSEC_Z_WELCOME = 193,  /* u16 version, u16 0, u32 pid, u64 epoch (random at start, never 0), u32 live, u32 ended */
     DSEC_Z_SANDBOX = 194,  /* u32 pid, u32 0, sandbox id */
@@ -165,7 +169,10 @@ enum dsec_exec_flag {
                               leader has ended and its output was read. Needs Z_PTS */
 };
 enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };
-enum dsec_spawn_flag { SF_NO_NEW_PRIVS = 1 };
+enum dsec_spawn_flag {
+    SF_NO_NEW_PRIVS = 1,
+    SF_NETWORK = 2,        /* a net namespace from the pool of those with a way out, so that Z_NETWORK needs to make none */
+};
 
 /* EXIT. */
 enum dsec_end {

@@ -1,4 +1,8 @@
-/* The edge's connection: a queue of frames with their descriptors. An edge that doesn't read for long is dropped. */
+/* The edge's connection: a queue of frames with their descriptors. An edge that doesn't read for long is dropped.
+ *
+ * One edge at a time: a connection that says HELLO replaces the one before; until then it is a candidate, so that looking whether somebody
+ * serves here disturbs nobody.
+ */
 #include "edge.h"
 
 #include <errno.h>
@@ -6,6 +10,8 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "bytes.h"
@@ -21,6 +27,9 @@ struct outgoing {
 };
 
 struct edge edge = {.fd = -1, .last = &edge.first};
+const char *edge_path;
+char listener_tag, candidate_tag;
+static int listener = -1, candidate = -1;
 
 int watch(int fd, void *tag) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
@@ -116,3 +125,59 @@ void failed(uint64_t op, int error, const char *text) {
     memcpy(payload + 8, text, length);
     answer(DSEC_Z_FAILED, op, payload, 8 + length, NULL, 0);
 }
+
+/* --- the door ------------------------------------------------------------------------------------------------------------------------ */
+
+static void drop_candidate(void) {
+    if (candidate >= 0) close(candidate);
+    candidate = -1;
+}
+
+void accept_candidate(void) {
+    int fd = fd_up(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    struct ucred peer;
+    socklen_t length = sizeof peer;
+    if (fd < 0) return;
+    drop_candidate();
+    candidate = fd;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) < 0 || peer.uid != 0 || watch(fd, &candidate_tag) < 0) drop_candidate();
+}
+
+bool read_candidate(struct dsec_header *header, uint8_t packet[CANDIDATE_PACKET]) {
+    if (candidate < 0) return false;
+    int size = 4 << 20;
+    ssize_t n = recv(candidate, packet, CANDIDATE_PACKET, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (n <= 0 || dsec_get_packet(packet, (size_t)n, header) < 0 || header->type != DSEC_Z_HELLO) {
+        drop_candidate();
+        return false;
+    }
+    drop_edge();
+    edge.fd = candidate;
+    edge.number++;
+    candidate = -1;
+    setsockopt(edge.fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size);
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &edge};
+    epoll_ctl(world.epoll, EPOLL_CTL_MOD, edge.fd, &event);
+    return true;
+}
+
+int edge_listen(const char *path) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof address.sun_path) return -ENAMETOOLONG;
+    strcpy(address.sun_path, path);
+    edge_path = path;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) return -errno;
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return -EADDRINUSE; /* another zygote serves there */
+    close(fd);
+    unlink(path);
+    listener = fd_up(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (listener < 0) return listener;
+    mode_t mask = umask(0177);
+    int error = bind(listener, (struct sockaddr *)&address, sizeof address) < 0 || listen(listener, 8) < 0 ? -errno : 0;
+    umask(mask);
+    return error;
+}
+
+int watch_door(void) { return watch(listener, &listener_tag); }

@@ -3,6 +3,7 @@
 #define DSEC_EDGE_H
 
 #include "fields.h"
+#include "frame.h"
 #include "zygote.h"
 
 struct outgoing;
@@ -26,5 +27,15 @@ void flush_edge(void);
 /* Queue or send a frame; takes the descriptors over. */
 void answer(uint8_t type, uint64_t op, const void *payload, size_t size, int *fds, int fd_count);
 void failed(uint64_t op, int error, const char *text);
+
+/* The socket on which edges knock. 0 or -errno. */
+int edge_listen(const char *path);
+extern const char *edge_path;
+extern char listener_tag, candidate_tag; /* of their events */
+int watch_door(void);
+void accept_candidate(void);
+#define CANDIDATE_PACKET (DSEC_HEADER_SIZE + 9)
+/* The first frame of a candidate. HELLO makes it the edge: then true. */
+bool read_candidate(struct dsec_header *header, uint8_t packet[CANDIDATE_PACKET]);
 
 #endif

@@ -9,10 +9,13 @@
 #include <errno.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
+#include <linux/netlink.h>
 #include <linux/seccomp.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/socket.h>
 
 #include "sys.h"
 #include "zygote.h"
@@ -80,6 +83,7 @@ static void emit(struct program *p, unsigned short code, unsigned k, unsigned ch
 static void load(struct program *p, size_t offset) { emit(p, BPF_LD | BPF_W | BPF_ABS, (unsigned)offset, 0, 0); }
 /* The low half of an argument: all that we look at are ints to the kernel, which ignores the high half as well. */
 static void load_arg(struct program *p, unsigned n) { load(p, offsetof(struct seccomp_data, args) + 8 * n); }
+static void load_arg_high(struct program *p, unsigned n) { load(p, offsetof(struct seccomp_data, args) + 8 * n + 4); }
 static void answer(struct program *p, unsigned value) { emit(p, BPF_RET | BPF_K, value, 0, 0); }
 static void answer_if(struct program *p, unsigned k, unsigned value) {
     emit(p, BPF_JMP | BPF_JEQ | BPF_K, k, 0, 1);
@@ -128,12 +132,24 @@ static void emit_ioctl(struct program *p) {
     answer(p, SECCOMP_RET_ALLOW);
 }
 
+/* socket() takes ints: the kernel ignores the high halves of its arguments, and the filter sees them. */
+static unsigned password[2];
+
 static void emit_socket(struct program *p) {
     load_arg(p, 0);
     answer_if(p, 1 /* AF_UNIX */, SECCOMP_RET_ALLOW);
     unsigned netlink = begin_block(p, 16 /* AF_NETLINK: reading addresses and routes is all that is left */);
     load_arg(p, 2);
-    answer_if(p, 0 /* NETLINK_ROUTE */, SECCOMP_RET_ALLOW);
+    answer_if(p, NETLINK_ROUTE, SECCOMP_RET_ALLOW);
+    /* Only the zygote knows what it was told apart by (filter_netfilter_socket). */
+    unsigned netfilter = begin_block(p, NETLINK_NETFILTER);
+    for (unsigned i = 0; i < 2; i++) {
+        load_arg_high(p, i);
+        emit(p, BPF_JMP | BPF_JEQ | BPF_K, password[i], 1, 0);
+        answer(p, REFUSE(EPROTONOSUPPORT));
+    }
+    answer(p, SECCOMP_RET_ALLOW);
+    end_block(p, netfilter);
     answer(p, REFUSE(EPROTONOSUPPORT));
     end_block(p, netlink);
     /* Everything but the internet: the rest is rarely used kernel code, some of it loaded on demand (VSOCK reaches the host, ALG, PACKET,
@@ -249,8 +265,14 @@ static void build(struct program *p) {
     emit_tree(p, ranges, count);
 }
 
+int filter_netfilter_socket(void) {
+    return (int)syscall(SYS_socket, AF_NETLINK | (unsigned long)password[0] << 32, (SOCK_RAW | SOCK_CLOEXEC) | (unsigned long)password[1] << 32,
+                        NETLINK_NETFILTER);
+}
+
 int filter_load(void) {
     static struct program program;
+    if (getrandom(password, sizeof password, 0) != sizeof password) return -EIO;
     build(&program);
     if (program.length >= MAX_PROGRAM) return -E2BIG;
     struct sock_fprog prog = {(unsigned short)program.length, program.code};

@@ -1,4 +1,4 @@
-/* Start of the zygote: zygote --socket PATH --guest PATH [--net-pool N]
+/* Start of the zygote: zygote --socket PATH --guest PATH [--net-pool N], or zygote --probe-network
  *
  * Returns 0 when the daemon listens, else says on stderr what is missing. The daemon has no terminal, no parent that waits for it, and
  * outlives whoever started it.
@@ -21,6 +21,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "edge.h"
 #include "sys.h"
 #include "zygote.h"
 
@@ -184,7 +185,7 @@ static int serve(const char *socket_path, const char *guest, unsigned pool) {
     set_self();
     must("epoll_create1", world.epoll = fd_up(epoll_create1(EPOLL_CLOEXEC)));
     must("opening the net namespace", world.host_network = open_up("/proc/self/ns/net"));
-    must("listening on the socket (does another zygote serve there?)", server_listen(socket_path));
+    must("listening on the socket (does another zygote serve there?)", edge_listen(socket_path));
     make_tiny_mounts();
     inside_prepare();
     long abi = syscall(SYS_landlock_create_ruleset, NULL, 0, 1);
@@ -209,11 +210,18 @@ static int await_daemon(int from) {
 }
 
 static int usage(void) {
-    fputs("usage: zygote --socket PATH --guest PATH [--net-pool N]\n", stderr);
+    fputs("usage: zygote --socket PATH --guest PATH [--net-pool N]\n       zygote --probe-network\n", stderr);
     return 64;
 }
 
+/* Whether this host can give sandboxes a network: an errno as the exit code, 0 for yes. */
+static int probe_network(void) {
+    world.host_network = open_up("/proc/self/ns/net");
+    return world.host_network < 0 ? -world.host_network : -network_probe();
+}
+
 int main(int argc, char **argv) {
+    if (argc == 2 && !strcmp(argv[1], "--probe-network")) return probe_network();
     const char *socket_path = NULL, *guest = NULL;
     unsigned pool = 32;
     for (int i = 1; i < argc; i += 2) {

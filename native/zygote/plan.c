@@ -60,7 +60,7 @@ static int take(struct plan *plan, const struct dsec_field *field) {
         return 0;
     case TAG_SPAWN_FLAGS:
         plan->flags = number;
-        return number & ~(uint64_t)SF_NO_NEW_PRIVS ? -EINVAL : 0;
+        return number & ~(uint64_t)(SF_NO_NEW_PRIVS | SF_NETWORK) ? -EINVAL : 0;
     case TAG_MEMORY: return 0;
     default: return -EPROTO;
     }
@@ -100,7 +100,7 @@ const char *stage_text(uint32_t stage) {
                        "directory fresh?",
         [AT_DEV] = "cloning the shared /dev",
         [AT_VIEW] = "cloning the directory of generated files",
-        [AT_NETWORK] = "making or entering a net namespace",
+        [AT_NETWORK] = "making or entering a net namespace (with a network: does the kernel have nftables with tproxy and socket?)",
         [AT_SOCKETS] = "making sockets: is the host out of descriptors?",
         [AT_CLONE] = "clone3: is the host out of processes, memory or namespaces (user.max_*_namespaces)?",
         [AT_ID_MAP] = "writing the id maps",

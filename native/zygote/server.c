@@ -1,8 +1,5 @@
 /* The table of sandboxes, requests, and reaping.
  *
- * One edge at a time: a connection that says HELLO replaces the one before; until then it is a candidate, so that looking whether somebody
- * serves here disturbs nobody.
- *
  * A sandbox is SETUP (cloned, its child reports), LIVE (the guest was executed), BROKEN (set-up failed, the child isn't reaped yet) or ENDED
  * (reaped; kept until FORGET, so that an edge that was away learns of it).
  */
@@ -17,8 +14,6 @@
 #include <sys/random.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 
 #include "bytes.h"
@@ -39,6 +34,7 @@ struct sandbox {
     enum state state;
     pid_t pid;
     int control, status;
+    struct network network; /* duplicates of the edge's sockets in it */
     /* while SETUP or BROKEN */
     uint64_t op, connection;
     struct child child;
@@ -58,9 +54,8 @@ static struct sandbox *garbage; /* freed after the batch of events that may stil
 
 static uint64_t epoch, shutdown_op;
 static bool closing, done;
-static const char *socket_path;
-static char listener_tag, signal_tag, candidate_tag;
-static int listener = -1, signals = -1, candidate = -1;
+static char signal_tag;
+static int signals = -1;
 
 /* --- tables -------------------------------------------------------------------------------------------------------------------------- */
 
@@ -118,7 +113,7 @@ static void kill_some(void) {
                 kill(s->pid, SIGKILL);
             }
     if (live == 0 && !done) {
-        if (setns(world.host_mounts, CLONE_NEWNS) == 0) unlink(socket_path); /* before the answer: who hears it may start another */
+        if (setns(world.host_mounts, CLONE_NEWNS) == 0) unlink(edge_path); /* before the answer: who hears it may start another */
         answer(DSEC_Z_OK, shutdown_op, NULL, 0, NULL, 0);
         done = true;
     }
@@ -235,6 +230,7 @@ static void reaped(pid_t pid, int status) {
     }
     close(s->control);
     s->control = -1;
+    network_close(&s->network);
     live--;
     if (s->status == -1) killed--;
     if (s->state == LIVE || s->connection != edge.number) {
@@ -285,6 +281,7 @@ static void spawn(uint64_t op, const uint8_t *data, size_t size) {
     s->state = SETUP;
     s->pid = s->child.pid;
     s->control = s->child.control;
+    s->network = s->child.network;
     s->op = op;
     s->connection = edge.number;
     insert(s);
@@ -314,6 +311,28 @@ static void attach(uint64_t op, const char *id) {
     put_u32(payload, (uint32_t)s->pid);
     int fds[2] = {pair[0], (int)syscall(SYS_pidfd_open, s->pid, 0)};
     answer(DSEC_Z_ATTACHED, op, payload, sizeof payload, fds, fds[1] >= 0 ? 2 : 1);
+}
+
+static void give_network(uint64_t op, const char *id) {
+    struct sandbox *s = find(id);
+    if (!s || s->state != LIVE) {
+        failed(op, ENOENT, "no such sandbox");
+        return;
+    }
+    int error = s->network.tcp >= 0 ? 0 : network_open_way(s->pid, &s->network);
+    if (error) {
+        char text[200];
+        snprintf(text, sizeof text, "%s (%s)", stage_text(AT_NETWORK), strerror(-error));
+        failed(op, -error, text);
+        return;
+    }
+    int fds[2] = {fcntl(s->network.tcp, F_DUPFD_CLOEXEC, FD_LOW), fcntl(s->network.udp, F_DUPFD_CLOEXEC, FD_LOW)};
+    if (fds[0] >= 0 && fds[1] >= 0) {
+        answer(DSEC_Z_OK, op, NULL, 0, fds, 2);
+        return;
+    }
+    close_fds(fds, 2);
+    failed(op, EMFILE, "out of descriptors");
 }
 
 static void forget(uint64_t op, const char *id) {
@@ -370,11 +389,13 @@ static void handle(const struct dsec_header *header, const uint8_t *payload) {
         return;
     case DSEC_Z_ATTACH:
     case DSEC_Z_PTS:
+    case DSEC_Z_NETWORK:
     case DSEC_Z_FORGET:
         if (!edge.greeted) break;
         memcpy(id, payload, header->size); /* at most MAX_ID by the table of frames */
         if (header->type == DSEC_Z_ATTACH) attach(header->op, id);
         else if (header->type == DSEC_Z_PTS) mount_pts(header->op, id);
+        else if (header->type == DSEC_Z_NETWORK) give_network(header->op, id);
         else forget(header->op, id);
         return;
     case DSEC_Z_SHUTDOWN:
@@ -395,60 +416,6 @@ static void read_edge(void) {
     else handle(&header, packet + DSEC_HEADER_SIZE);
 }
 
-static void drop_candidate(void) {
-    if (candidate >= 0) close(candidate);
-    candidate = -1;
-}
-
-static void accept_candidate(void) {
-    int fd = fd_up(accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    struct ucred peer;
-    socklen_t length = sizeof peer;
-    if (fd < 0) return;
-    drop_candidate();
-    candidate = fd;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) < 0 || peer.uid != 0 || watch(fd, &candidate_tag) < 0) drop_candidate();
-}
-
-/* The first frame of a candidate: HELLO makes it the edge. */
-static void read_candidate(void) {
-    uint8_t packet[DSEC_HEADER_SIZE + 9];
-    struct dsec_header header;
-    int size = 4 << 20;
-    ssize_t n = recv(candidate, packet, sizeof packet, MSG_DONTWAIT);
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (n <= 0 || dsec_get_packet(packet, (size_t)n, &header) < 0 || header.type != DSEC_Z_HELLO) {
-        drop_candidate();
-        return;
-    }
-    drop_edge();
-    edge.fd = candidate;
-    edge.number++;
-    candidate = -1;
-    setsockopt(edge.fd, SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size);
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &edge};
-    epoll_ctl(world.epoll, EPOLL_CTL_MOD, edge.fd, &event);
-    hello(header.op, packet + DSEC_HEADER_SIZE);
-}
-
-int server_listen(const char *path) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    if (strlen(path) >= sizeof address.sun_path) return -ENAMETOOLONG;
-    strcpy(address.sun_path, path);
-    socket_path = path;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0) return -errno;
-    if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return -EADDRINUSE; /* another zygote serves there */
-    close(fd);
-    unlink(path);
-    listener = fd_up(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (listener < 0) return listener;
-    mode_t mask = umask(0177);
-    int error = bind(listener, (struct sockaddr *)&address, sizeof address) < 0 || listen(listener, 8) < 0 ? -errno : 0;
-    umask(mask);
-    return error;
-}
-
 int server_run(void) {
     sigset_t set;
     sigemptyset(&set);
@@ -457,7 +424,7 @@ int server_run(void) {
     sigaddset(&set, SIGINT);
     sigprocmask(SIG_BLOCK, &set, NULL);
     signals = fd_up(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
-    if (signals < 0 || watch(listener, &listener_tag) < 0 || watch(signals, &signal_tag) < 0) return 71;
+    if (signals < 0 || watch_door() < 0 || watch(signals, &signal_tag) < 0) return 71;
     do {
         if (getrandom(&epoch, sizeof epoch, 0) < 0) return 71;
     } while (!epoch);
@@ -469,11 +436,12 @@ int server_run(void) {
         if (count == 0) network_refill_one();
         for (int i = 0; i < count; i++) {
             void *tag = events[i].data.ptr;
+            struct dsec_header header;
+            uint8_t packet[CANDIDATE_PACKET];
             if (tag == &listener_tag) accept_candidate();
             else if (tag == &candidate_tag) {
-                if (candidate >= 0) read_candidate();
-            }
-            else if (tag == &signal_tag) reap();
+                if (read_candidate(&header, packet)) hello(header.op, packet + DSEC_HEADER_SIZE);
+            } else if (tag == &signal_tag) reap();
             else if (tag == &edge) {
                 if (edge.fd >= 0 && events[i].events & EPOLLOUT) flush_edge();
                 if (edge.fd >= 0 && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_edge();

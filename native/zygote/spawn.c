@@ -223,7 +223,7 @@ static void close_all(int *fds, int count) {
 int spawn_child(const struct plan *plan, struct child *child, enum stage *stage) {
     int low[LOWS], up[3] = {-1, -1, -1}, pair[2], error;
     for (int i = 0; i < LOWS; i++) low[i] = -1;
-    *child = (struct child){.pid = -1, .pidfd = -1, .control = -1, .channel = -1, .report = -1, .begin_ns = now_ns()};
+    *child = (struct child){.network = NO_NETWORK, .pid = -1, .pidfd = -1, .control = -1, .channel = -1, .report = -1, .begin_ns = now_ns()};
 
     if (setns(world.host_mounts, CLONE_NEWNS) < 0) return -errno;
     error = open_paths(plan, low, stage);
@@ -231,7 +231,9 @@ int spawn_child(const struct plan *plan, struct child *child, enum stage *stage)
     child->mount_ns = now_ns();
     if (!error) {
         *stage = AT_NETWORK;
-        error = low[NETWORK] = network_take();
+        error = network_take(plan->flags & SF_NETWORK, &child->network);
+        low[NETWORK] = child->network.ns;
+        child->network.ns = -1;
     }
     const enum low ends[3] = {REPORT, CONTROL, CHANNEL};
     for (int i = 0; i < 3 && error >= 0; i++) {
@@ -261,6 +263,7 @@ int spawn_child(const struct plan *plan, struct child *child, enum stage *stage)
     close_all(low, LOWS);
     if (error < 0) {
         close_all(up, 3);
+        network_close(&child->network);
         if (child->pidfd >= 0) close(child->pidfd);
         if (setns(world.host_mounts, CLONE_NEWNS) < 0) return error;
         remove_group(plan);

@@ -2,12 +2,13 @@
  *
  *   main.c      start: arguments, daemon, the guest's sealed copy, namespaces, the loop
  *   server.c    the table of sandboxes, requests, reaping
- *   edge.c      the edge's connection
+ *   edge.c      the edge's connection, and who becomes the edge
  *   plan.c      a SPAWN request, checked
  *   spawn.c     the outside of a spawn: overlay, clone, id maps, cgroups
  *   inside.c    the inside: what the cloned child does until it executes the guest
  *   filter.c    the seccomp filter, loaded once, inherited by everything
- *   network.c   the pool of net namespaces
+ *   network.c   the pool of net namespaces, and a sandbox's way out
+ *   firewall.c  that way, as the kernel is told
  *   terminal.c  a sandbox's own devpts, on demand
  *
  * DESCRIPTORS. A child must not pay for the descriptors of its siblings (copying and closing them grows with the number of live
@@ -85,9 +86,16 @@ extern struct world world;
 /* 0, or -errno with `*why` set. */
 int plan_read(struct plan *plan, const uint8_t *data, size_t size, const char **why);
 
+/* A net namespace, and where it has a way out the sockets to which that leads; -1: none. */
+struct network {
+    int ns, tcp, udp;
+};
+#define NO_NETWORK ((struct network){-1, -1, -1})
+
 /* What a started child is known by. */
 struct child {
     pid_t pid;
+    struct network network; /* its sockets; the namespace lives by its processes */
     int pidfd, control, channel, report;
     uint64_t begin_ns, mount_ns, clone_ns;
 };
@@ -107,9 +115,21 @@ void inside_prepare(void);
 
 /* Load the filter. 0 or -errno. */
 int filter_load(void);
+/* A NETLINK_NETFILTER socket, which the filter lets nobody else make; -1 and errno. */
+int filter_netfilter_socket(void);
 
-/* A net namespace's descriptor with lo up, or -errno. Whose it becomes: the caller's. */
-int network_take(void);
+/* Of a documentation net: what the edge's sockets are bound to in each namespace. */
+#define EDGE_ADDRESS 0xc0000201u
+/* The route and the chain that lead to EDGE_ADDRESS, in the net namespace that this thread is in. 0 or -errno. */
+int firewall_make(uint16_t tcp_port, uint16_t udp_port);
+
+/* A net namespace with lo up, and a way out if asked for. 0 or -errno. Whose it becomes: the caller's. */
+int network_take(bool way, struct network *network);
+void network_close(struct network *network);
+/* A way out for a sandbox that was made without: its pid 1 isn't reaped yet. 0 or -errno. */
+int network_open_way(pid_t pid1, struct network *network);
+/* Whether this host can make a way out. 0 or -errno. */
+int network_probe(void);
 /* Make the first one, to prove that this host can. 0 or -errno. */
 int network_init(unsigned pool);
 bool network_wants_refill(void);
@@ -124,7 +144,6 @@ int fd_up(int fd);
 pid_t terminal_mount(pid_t pid1);
 
 /* server.c */
-int server_listen(const char *path);
 int server_run(void); /* until SHUTDOWN or SIGTERM; the exit code */
 
 #endif

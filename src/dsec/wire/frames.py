@@ -61,6 +61,7 @@ class FrameType(IntEnum):
     Z_FORGET = 132
     Z_SHUTDOWN = 133
     Z_PTS = 134
+    Z_NETWORK = 135
 
     Z_WELCOME = 193
     Z_SANDBOX = 194
@@ -154,6 +155,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.Z_FORGET: (1, 40, 0),
     FrameType.Z_SHUTDOWN: (0, 0, 0),
     FrameType.Z_PTS: (1, 40, 0),
+    FrameType.Z_NETWORK: (1, 40, 0),
     FrameType.Z_WELCOME: (24, 24, 0),
     FrameType.Z_SANDBOX: (9, 48, 0),
     FrameType.Z_EXITED: (9, 48, 0),

@@ -16,12 +16,13 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from dsec.backends.container.instance import ContainerInstance
-from dsec.backends.container.native import build_native
+from dsec.backends.container.native import build_native, missing_for_network
 from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, ZygoteState, start_zygote
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, Unavailable, Unsupported
@@ -88,6 +89,7 @@ class ContainerBackend:
         self._views: set[str] = set()
         self._zygote: ZygoteClient | None = None
         self._same_version = False
+        self._network_missing = "the zygote is being started"
         self._epoch = 0
         self._fresh = False
         """The zygote was started by this object: what ran in an earlier one is gone."""
@@ -160,6 +162,7 @@ class ContainerBackend:
             state = await client.connect(path)
         self._zygote = client
         self._same_version = await asyncio.to_thread(note.read_text) == programs.name
+        self._network_missing = await asyncio.to_thread(missing_for_network, programs)
         self._epoch = state.epoch & 0xFFFFFF
         return state
 
@@ -188,9 +191,11 @@ class ContainerBackend:
     # --- making ---
 
     def check(self, spec: SandboxSpec) -> None:
-        for field, value in (("cpu_class", spec.cpu_class), ("network", spec.network), ("gpus", spec.gpus)):
+        for field, value in (("cpu_class", spec.cpu_class), ("gpus", spec.gpus)):
             if value is not None:
                 raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
+        if spec.network:
+            self._need_network()
         if not spec.workdir.startswith("/") or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
         self.host.environments.get(spec.environment)
@@ -241,6 +246,7 @@ class ContainerBackend:
             cpus=tuple(handle["affinity"]),
             oom_score_adj=OOM_SCORE_ADJ,
             no_new_privs=spec.no_new_privs,
+            network=bool(spec.network),
         )
         self._exits[sandbox_id] = asyncio.get_running_loop().create_future()
         prepared = self._clock.monotonic()
@@ -298,6 +304,7 @@ class ContainerBackend:
             disk_used=self.host.volume.used_bytes,
             disk_limit_bytes=disk_bytes,
             mount_terminals=self._mount_terminals,
+            network_sockets=self._network_sockets,
         )
         self._instances[sandbox_id] = instance
         return instance
@@ -312,14 +319,29 @@ class ContainerBackend:
         return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
 
     async def _mount_terminals(self, sandbox_id: str) -> None:
+        await self._zygote_for("terminals").prepare_terminals(sandbox_id)
+
+    async def _network_sockets(self, sandbox_id: str) -> tuple[socket.socket, socket.socket]:
+        self._need_network()
+        return await self._zygote_for("networks").network(sandbox_id)
+
+    def _zygote_for(self, what: str) -> ZygoteClient:
         if self._zygote is None:
             raise Unavailable("the zygote is being started again")
         if not self._same_version:  # it would break off over a request that it doesn't know
             raise Unsupported(
-                "this sandbox is older than the server's last upgrade: terminals can't be made in it",
+                f"this sandbox is older than the server's last upgrade: {what} can't be made in it",
                 remedy="Create a new sandbox once those of before the upgrade are gone.",
             )
-        await self._zygote.prepare_terminals(sandbox_id)
+        return self._zygote
+
+    def _need_network(self) -> None:
+        if self._network_missing:
+            raise Unsupported(
+                f"this host can give sandboxes no network: {self._network_missing}",
+                remedy="Leave network out, or see what `dsec doctor` says.",
+                field="network",
+            )
 
     # --- ending ---
 

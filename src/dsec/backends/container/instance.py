@@ -1,11 +1,14 @@
-"""`ports.Instance` of a container: its channel, its cgroups, its disk."""
+"""`ports.Instance` of a container: its channel, its cgroups, its disk, its network."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
+from dsec.backends.container.network import Connected, NetworkSockets, Query
 from dsec.channel import SocketChannel
+from dsec.errors import SandboxNotFound
 from dsec.kernel.cgroups import Slot
 from dsec.ports import InstanceEnd, Usage
 
@@ -19,6 +22,9 @@ class ContainerInstance:
         "_disk_used",
         "_end",
         "_mount_terminals",
+        "_network",
+        "_network_lock",
+        "_network_sockets",
         "_sandbox_id",
         "_terminals",
         "exited",
@@ -38,6 +44,7 @@ class ContainerInstance:
         disk_used: Callable[[str], int],
         disk_limit_bytes: int,
         mount_terminals: Callable[[str], Awaitable[None]],
+        network_sockets: Callable[[str], Awaitable[tuple[socket.socket, socket.socket]]],
     ) -> None:
         self._sandbox_id = sandbox_id
         self._channel = channel
@@ -52,6 +59,9 @@ class ContainerInstance:
         self._disk_used = disk_used
         self._mount_terminals = mount_terminals
         self._terminals: asyncio.Task[None] | None = None
+        self._network_sockets = network_sockets
+        self._network: NetworkSockets | None = None
+        self._network_lock = asyncio.Lock()
         self._disk_limit_bytes = disk_limit_bytes
 
     @property
@@ -78,14 +88,43 @@ class ContainerInstance:
         else:
             task.result()
 
+    async def serve_network(self, connected: Connected, query: Query) -> None:
+        """As in `ports.NetworkHost`."""
+        async with self._network_lock:
+            if self._network is not None:
+                self._network.set_callbacks(connected, query)
+                return
+            sockets = await self._network_sockets(self._sandbox_id)
+            network = NetworkSockets(self._sandbox_id, sockets, connected, query)
+            try:
+                if self._end.done():
+                    raise SandboxNotFound(f"the sandbox {self._sandbox_id} has ended")
+                network.start()
+            except BaseException:
+                network.stop()
+                raise
+            self._network = network
+
+    async def end_network(self) -> None:
+        """As in `ports.NetworkHost`."""
+        async with self._network_lock:
+            self.let_go_of_network(refuse=True)
+
+    def let_go_of_network(self, *, refuse: bool = False) -> None:
+        """Serve it no more; without `refuse` new connections wait for the next edge."""
+        if self._network is not None:
+            self._network.stop(refuse=refuse)
+            self._network = None
+
     def note_end(self, end: InstanceEnd) -> None:
         """It is gone by itself."""
         if not self._end.done():
             self._end.set_result(end)
 
     def forget(self) -> None:
-        """It is destroyed on purpose: nobody hears of its end any more."""
+        """It is destroyed, or left to the next edge: nobody here hears of its end any more."""
         self._end.cancel()
+        self.let_go_of_network()
 
 
 async def _call(mount: Callable[[str], Awaitable[None]], sandbox_id: str) -> None:

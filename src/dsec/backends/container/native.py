@@ -8,6 +8,7 @@ client needs no compiler.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -53,6 +54,17 @@ def build_native(state: Path) -> Path:
         for name in PROGRAMS:
             (Path(temporary) / name).replace(target / name)
     return target
+
+
+def missing_for_network(programs: Path) -> str:
+    """Why this host can't give sandboxes a network by name, found out by trying; empty where it can."""
+    done = subprocess.run([programs / "zygote", "--probe-network"], capture_output=True, check=False)
+    if done.returncode <= 0:
+        return "" if done.returncode == 0 else f"the probe was ended by signal {-done.returncode}"
+    return (
+        f"{os.strerror(done.returncode)}; the kernel needs nf_tables with tproxy and socket matches "
+        "(CONFIG_NF_TABLES_IPV4, CONFIG_NFT_TPROXY, CONFIG_NFT_SOCKET), the server CAP_NET_ADMIN"
+    )
 
 
 def _compiler() -> list[str]:

@@ -39,6 +39,7 @@ from dsec.wire.frames import (
 )
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
+NETWORK = 2  # SF_NETWORK
 _READS_AT_ONCE = 64
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # arithmetic on IntFlag is slow
 _RIGHTS_SPACE = socket.CMSG_SPACE(2 * array.array("i").itemsize)
@@ -68,6 +69,8 @@ class SpawnRequest(Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     oom_score_adj: int = 0
     no_new_privs: bool = False
+    network: bool = False
+    """It will be given a network: its net namespace is one of those that are prepared for it."""
 
     def encode(self) -> bytes:
         """The payload of a Z_SPAWN. Raises ValueError for more than a request can hold."""
@@ -92,7 +95,7 @@ class SpawnRequest(Struct, frozen=True, kw_only=True):
         for cpu in self.cpus:
             yield Tag.CPUS, cpu
         yield Tag.OOM_SCORE_ADJ, self.oom_score_adj
-        yield Tag.SPAWN_FLAGS, NO_NEW_PRIVS if self.no_new_privs else 0
+        yield Tag.SPAWN_FLAGS, (NO_NEW_PRIVS if self.no_new_privs else 0) | (NETWORK if self.network else 0)
 
 
 class Spawned(Struct, frozen=True):
@@ -228,6 +231,22 @@ class ZygoteClient:
         frame, _ = await self._ask(FrameType.Z_PTS, sandbox.encode())
         if frame.type is not FrameType.Z_OK:
             raise self._failure(frame, Unavailable)
+
+    async def network(self, sandbox: str) -> tuple[socket.socket, socket.socket]:
+        """The sockets to which a live sandbox's way out leads, made if it has none yet: a TCP one, which listens only
+        if an earlier edge made it, and a UDP one for DNS. The caller owns them. Raises `SandboxNotFound`,
+        `Unavailable`."""
+        frame, fds = await self._ask(FrameType.Z_NETWORK, sandbox.encode())
+        if frame.type is not FrameType.Z_OK:
+            raise self._failure(frame, Unavailable)
+        if len(fds) != 2:
+            _close_all(fds)
+            raise Internal("the zygote sent no sockets: is this process out of descriptors?")
+        kinds = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+        tcp, udp = (socket.socket(socket.AF_INET, kind, 0, fd) for kind, fd in zip(kinds, fds, strict=True))
+        tcp.setblocking(False)
+        udp.setblocking(False)
+        return tcp, udp
 
     async def forget(self, sandbox: str) -> None:
         """Its end is on record: the zygote need not tell it again. Idempotent. Raises `Unavailable` while it runs."""

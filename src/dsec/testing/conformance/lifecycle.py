@@ -28,7 +28,7 @@ class TestLifecycle:
     async def test_an_environment_that_is_not_there(self, sandboxes: Sandboxes) -> None:
         await sandboxes.refuses(EnvironmentNotFound, environment="no-such-environment")
 
-    @pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"network": {"pypi": True}}, {"gpus": 1}])
+    @pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"gpus": 1}])
     async def test_what_is_not_built_is_refused(self, sandboxes: Sandboxes, field: dict[str, Any]) -> None:
         await sandboxes.refuses(Unsupported, **field)
 
