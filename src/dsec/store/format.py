@@ -12,7 +12,7 @@ Keys in a store:
     packs/<sha256>         chunks back to back: those of one layer that were new, in the order of its data
     placements/<layer>     where this layer's chunks lie; written before the manifest, replaced only by equivalents
     traces/<layer>         what sandboxes read first (written by lazy fill)
-    names/..., leases/..., condemned/...     names, and what collecting garbage needs
+    names/..., leases/..., locks/...     names, and what collecting garbage needs
 """
 
 from __future__ import annotations

@@ -1,0 +1,79 @@
+"""A store that misbehaves, around a real one: slow, failing, cut off, damaged, gone. For tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from dsec.errors import Unavailable
+from dsec.ports import BlobInfo, BlobStore
+
+
+class FaultyStore:
+    """`ports.BlobStore` with faults, each off until it is set."""
+
+    def __init__(self, inner: BlobStore, *, seed: int = 0) -> None:
+        self.inner = inner
+        self.latency_s = 0.0
+        """Added to every call."""
+        self.bytes_per_s = 0.0
+        """Of one read; 0: as fast as it goes."""
+        self.fail_share = 0.0
+        """Of all calls, by chance from the seed."""
+        self.gone = False
+        """Every call fails."""
+        self.truncate: set[str] = set()
+        """Reads of these keys lose their last byte."""
+        self.corrupt: set[str] = set()
+        """Reads of these keys have one bit flipped."""
+        self.calls = 0
+        self.gets = 0
+        self.bytes_read = 0
+        self._chance = random.Random(seed)
+
+    async def put(self, key: str, data: bytes | Path) -> None:
+        await self._enter()
+        await self.inner.put(key, data)
+
+    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+        await self._enter()
+        return await self.inner.put_if_absent(key, data)
+
+    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        await self._enter()
+        data = await self.inner.get(key, offset, size)
+        self.gets += 1
+        self.bytes_read += len(data)
+        if self.bytes_per_s:
+            await asyncio.sleep(len(data) / self.bytes_per_s)
+        if key in self.truncate:
+            data = data[:-1]
+        if key in self.corrupt and data:
+            at = self._chance.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        return data
+
+    async def size(self, key: str) -> int | None:
+        await self._enter()
+        return await self.inner.size(key)
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        await self._enter()
+        async for info in self.inner.list(prefix):
+            yield info
+
+    async def delete(self, key: str) -> None:
+        await self._enter()
+        await self.inner.delete(key)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def _enter(self) -> None:
+        self.calls += 1
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        if self.gone or self._chance.random() < self.fail_share:
+            raise Unavailable("the store failed, as the test asked")
