@@ -39,7 +39,6 @@ static const struct rule RULES[256] = {
     [DSEC_Z_ATTACH] = {0, true, 1, MAX_ID},
     [DSEC_Z_FORGET] = {0, true, 1, MAX_ID},
     [DSEC_Z_SHUTDOWN] = {0, true, 0, 0},
-    [DSEC_Z_PTS] = {0, true, 1, MAX_ID},
     [DSEC_Z_NETWORK] = {0, true, 1, MAX_ID},
 
     [DSEC_Z_WELCOME] = {0, true, 24, 24},

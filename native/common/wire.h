@@ -83,8 +83,6 @@ enum dsec_frame {
     DSEC_Z_ATTACH = 131,   /* sandbox id, bytes -> Z_ATTACHED + SCM_RIGHTS {channel, pidfd}, or Z_FAILED */
     DSEC_Z_FORGET = 132,   /* sandbox id of an ended sandbox: its exit is on record -> Z_OK */
     DSEC_Z_SHUTDOWN = 133, /* kill all sandboxes, wait for them, exit -> Z_OK, then the socket closes */
-    DSEC_Z_PTS = 134,      /* sandbox id: mount its own devpts at /dev/pts if that wasn't done yet -> Z_OK or Z_FAILED. On demand, because
-                              each superblock costs the host memory in every memory cgroup */
 
     DSEC_Z_NETWORK = 135,  /* sandbox id: the sockets to which its way out leads, made if it has none yet -> Z_OK + SCM_RIGHTS {TCP, bound
                               but not listening before some edge made it; UDP for port 53}, or Z_FAILED. An accepted connection's own
@@ -166,7 +164,7 @@ enum dsec_exec_flag {
     EF_MERGE = 4,          /* stderr into stdout */
     EF_PTY = 8,            /* on a terminal of its own, as the leader of its session: all output is stdout, STDIN is what is typed, its end
                               types the terminal's end-of-file character. The terminal is hung up when the
-                              leader has ended and its output was read. Needs Z_PTS */
+                              leader has ended and its output was read */
 };
 enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };
 enum dsec_spawn_flag {

@@ -1,4 +1,4 @@
-/* A command's terminal: a pseudo terminal of the sandbox's own devpts, which the zygote mounts when the edge asks for it. */
+/* A command's terminal: a pseudo terminal of the sandbox's own devpts. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/ioctl.h>

@@ -34,6 +34,7 @@ static const char *const MASKED[] = {
     "acpi", "scsi", "asound", "bus", "fs", "irq", "dynamic_debug", "pressure", "device-tree",
 };
 #define MASKS (sizeof MASKED / sizeof *MASKED)
+#define PTS_OPTIONS "newinstance,ptmxmode=0666,mode=0620,max=256" /* the kernel counts terminals host-wide: none may use them all up */
 static bool masked_here[MASKS], masked_is_dir[MASKS];
 
 /* Namespaces that nobody inside may make: a nested user namespace would give back every capability (the others need one of those anyway).
@@ -135,6 +136,16 @@ static void mount_views(int view) {
     }
 }
 
+/* A devpts of its own: it belongs to the sandbox's user namespace (root there owns the terminals), and no terminal of another sandbox or of
+ * the host is in it. Mounted always, so that programs that make terminals for themselves find it: 20 us, 3 KiB, and 1 KiB more for each 64
+ * sandboxes that live (a superblock has a place in every memory cgroup). Group 5 is who may write to terminals; an id map without it has
+ * root's only. */
+static void mount_pts(void) {
+    static const unsigned long flags = MS_NOSUID | MS_NOEXEC;
+    if (mount("devpts", "dev/pts", "devpts", flags, PTS_OPTIONS ",gid=5") < 0)
+        must(AT_MOUNT_PTS, mount("devpts", "dev/pts", "devpts", flags, PTS_OPTIONS ",gid=0"));
+}
+
 static void set_sysctls(int proc) {
     int dir = openat(proc, "sys/user", O_PATH | O_DIRECTORY | O_CLOEXEC);
     must(AT_SYSCTL, dir);
@@ -227,6 +238,7 @@ void inside_run(const struct plan *plan, const struct inside *in) {
     mask_proc();
     seal_proc_sys();
     must(AT_MOUNT_DEV, x_attach(in->dev, AT_FDCWD, "dev"));
+    mount_pts();
     if (in->view >= 0) mount_views(in->view);
     must(AT_PIVOT, chroot("."));
     must(AT_PIVOT, chdir("/"));

@@ -113,6 +113,7 @@ const char *stage_text(uint32_t stage) {
                     "inside?",
         [AT_PROC] = "mounting /proc",
         [AT_MASK] = "masking /proc",
+        [AT_MOUNT_PTS] = "mounting devpts at /dev/pts",
         [AT_MOUNT_DEV] = "binding /dev: is it a directory in the image?",
         [AT_MOUNT_VIEW] = "binding generated files: is their directory readable for all?",
         [AT_PIVOT] = "changing the root",

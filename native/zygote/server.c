@@ -40,16 +40,10 @@ struct sandbox {
     struct child child;
     struct report report;
     bool reported;
-    /* its devpts: mounted, or by a helper that runs, for a request */
-    bool has_pts;
-    pid_t pts_helper;
-    uint64_t pts_op, pts_connection;
-    struct sandbox *next_helped;
 };
 
 static struct sandbox *ids[BUCKETS], *pids[BUCKETS];
 static unsigned live, ended, killed;
-static struct sandbox *helped; /* those with a helper */
 static struct sandbox *garbage; /* freed after the batch of events that may still name it */
 
 static uint64_t epoch, shutdown_op;
@@ -163,71 +157,13 @@ static void ended_as(struct sandbox *s, int status) {
     if (edge.greeted) tell(DSEC_Z_EXITED, s);
 }
 
-/* --- terminals ----------------------------------------------------------------------------------------------------------------------- */
-
-static void unlink_helped(struct sandbox *s) {
-    struct sandbox **at = &helped;
-    while (*at && *at != s) at = &(*at)->next_helped;
-    if (*at) *at = s->next_helped;
-    s->pts_helper = 0;
-}
-
-static void mount_pts(uint64_t op, const char *id) {
-    struct sandbox *s = find(id);
-    if (!s || s->state != LIVE) {
-        failed(op, ENOENT, "no such sandbox");
-        return;
-    }
-    if (s->has_pts) {
-        answer(DSEC_Z_OK, op, NULL, 0, NULL, 0);
-        return;
-    }
-    if (s->pts_helper && s->pts_connection == edge.number) {
-        failed(op, EALREADY, "its terminals are being prepared");
-        return;
-    }
-    if (!s->pts_helper) {
-        pid_t helper = terminal_mount(s->pid);
-        if (helper < 0) {
-            failed(op, -helper, "cannot start a helper for its terminals");
-            return;
-        }
-        s->pts_helper = helper;
-        s->next_helped = helped;
-        helped = s;
-    }
-    s->pts_op = op; /* an edge that is gone waits for nothing */
-    s->pts_connection = edge.number;
-}
-
-/* Whether it was a helper that ended. */
-static bool helper_reaped(pid_t pid, int status) {
-    struct sandbox *s = helped;
-    while (s && s->pts_helper != pid) s = s->next_helped;
-    if (!s) return false;
-    unlink_helped(s);
-    int error = WIFEXITED(status) ? WEXITSTATUS(status) : EIO;
-    s->has_pts = error == 0;
-    if (s->pts_connection != edge.number || edge.fd < 0) return true;
-    char text[200];
-    snprintf(text, sizeof text, "cannot mount devpts in the sandbox (%s)", strerror(error));
-    if (error) failed(s->pts_op, error, text);
-    else answer(DSEC_Z_OK, s->pts_op, NULL, 0, NULL, 0);
-    return true;
-}
-
 static void reaped(pid_t pid, int status) {
-    if (helper_reaped(pid, status)) return;
     struct sandbox *s = pids[(unsigned)pid % BUCKETS];
     while (s && s->pid != pid) s = s->by_pid;
     if (!s) return;
     if (s->state == SETUP) read_report(s); /* its end is closed by now: this leaves SETUP */
     if (s->state == SETUP) set_up(s);
     unlink_pid(s);
-    if (s->pts_helper) {
-        if (s->pts_connection == edge.number) failed(s->pts_op, ENOENT, "the sandbox has ended");
-        unlink_helped(s);
-    }
     close(s->control);
     s->control = -1;
     network_close(&s->network);
@@ -388,13 +324,11 @@ static void handle(const struct dsec_header *header, const uint8_t *payload) {
         }
         return;
     case DSEC_Z_ATTACH:
-    case DSEC_Z_PTS:
     case DSEC_Z_NETWORK:
     case DSEC_Z_FORGET:
         if (!edge.greeted) break;
         memcpy(id, payload, header->size); /* at most MAX_ID by the table of frames */
         if (header->type == DSEC_Z_ATTACH) attach(header->op, id);
-        else if (header->type == DSEC_Z_PTS) mount_pts(header->op, id);
         else if (header->type == DSEC_Z_NETWORK) give_network(header->op, id);
         else forget(header->op, id);
         return;

@@ -9,7 +9,6 @@
  *   filter.c    the seccomp filter, loaded once, inherited by everything
  *   network.c   the pool of net namespaces, and a sandbox's way out
  *   firewall.c  that way, as the kernel is told
- *   terminal.c  a sandbox's own devpts, on demand
  *
  * DESCRIPTORS. A child must not pay for the descriptors of its siblings (copying and closing them grows with the number of live
  * sandboxes). So the child is cloned with a shared table and first of all takes a copy of its lowest part, FD_LOW. There live only
@@ -42,7 +41,7 @@
 enum stage {
     AT_REQUEST, AT_CGROUP2, AT_OVERLAY, AT_DEV, AT_VIEW, AT_NETWORK, AT_SOCKETS, AT_CLONE, AT_ID_MAP, AT_OOM_SCORE, AT_CGROUP,
     /* inside */
-    AT_FILES, AT_RELEASE, AT_CREDENTIALS, AT_ROOT, AT_PROC, AT_MASK, AT_MOUNT_DEV, AT_MOUNT_VIEW, AT_PIVOT, AT_CGROUP_NS,
+    AT_FILES, AT_RELEASE, AT_CREDENTIALS, AT_ROOT, AT_PROC, AT_MASK, AT_MOUNT_DEV, AT_MOUNT_PTS, AT_MOUNT_VIEW, AT_PIVOT, AT_CGROUP_NS,
     AT_SYSCTL, AT_HOSTNAME, AT_RLIMITS, AT_AFFINITY, AT_CAPABILITIES, AT_LANDLOCK, AT_EXEC,
     STAGES,
 };
@@ -138,10 +137,6 @@ void network_refill_one(void);
 uint64_t now_ns(void);
 /* Move a descriptor above FD_LOW; closes the old one. -errno. */
 int fd_up(int fd);
-
-/* terminal.c: a helper that mounts devpts in the sandbox whose pid 1 this is (not reaped yet). Its pid, or -errno; its exit code is
- * an errno, 0 for well. */
-pid_t terminal_mount(pid_t pid1);
 
 /* server.c */
 int server_run(void); /* until SHUTDOWN or SIGTERM; the exit code */

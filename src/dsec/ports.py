@@ -189,16 +189,6 @@ class Instance(Protocol):
 
 
 @runtime_checkable
-class TerminalHost(Protocol):
-    """What an `Instance` may be besides: one in which terminals need something prepared first."""
-
-    async def prepare_terminal(self) -> None:
-        """Called before an operation with ExecFlag.PTY starts; cheap when it was done before. Raises `Unsupported`,
-        `Unavailable`."""
-        ...
-
-
-@runtime_checkable
 class NetworkHost(Protocol):
     """What an `Instance` may be besides: one whose programs can be served a network by name. It has no interface but
     `lo`; what its programs connect to, at any address and port but its own loopback, arrives here instead."""

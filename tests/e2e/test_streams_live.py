@@ -84,3 +84,13 @@ async def test_watching_and_ports(server: Server) -> None:
             await stream.write(b"again")
             assert await stream.read() == b"again"
         await box.kill()
+
+
+async def test_programs_make_terminals_of_their_own(server: Server) -> None:
+    """Before anybody asked for a terminal."""
+    python = "import os, pty; master, slave = pty.openpty(); os.write(slave, b'hello'); print(os.read(master, 5))"
+    async with server.client() as client:
+        box = await client.create("debian")
+        assert (await box.commands.run(["script", "-qc", "tty", "/dev/null"])).check().stdout.strip() == "/dev/pts/0"
+        assert (await box.commands.run(["python3", "-c", python])).check().stdout == "b'hello'\n"
+        await box.kill()

@@ -80,7 +80,7 @@ async def test_a_key_goes_with_a_terminal_of_any_size(edge: Edge) -> None:
     await edge.release(box, "shell")
 
 
-async def test_a_key_starts_one_terminal_while_it_is_prepared(edge: Edge) -> None:
+async def test_a_key_starts_one_terminal_for_all_who_ask_at_once(edge: Edge) -> None:
     box = await make(edge)
     spec = ExecSpec(argv=["cat"], pty=PtySize(), key="shell")
     gone = asyncio.ensure_future(edge.exec(box, spec))

@@ -18,7 +18,7 @@ from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_o
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
 from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
-from dsec.ports import Clock, Operation, TerminalHost, Usage
+from dsec.ports import Clock, Operation, Usage
 from dsec.spec.operations import Chunk, Kind, OpRequest
 from dsec.spec.sandbox import ExecSpec, ExecStatus, ProcessInfo, State
 
@@ -297,8 +297,6 @@ class Commands:
     async def _start(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
         try:
             instance = sandbox.running()
-            if command.asked.pty and isinstance(instance, TerminalHost):
-                await instance.prepare_terminal()
             operation = await instance.channel.start(request)
         except BaseException as error:
             self._drop(sandbox, command)

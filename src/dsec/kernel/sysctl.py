@@ -33,6 +33,7 @@ WANTED = (
     Setting(
         "fs.pipe-user-pages-soft", 1_048_576, "past it new pipes get one page instead of 16; it is per id", unlimited=0
     ),
+    Setting("kernel.pty.max", 262_144, "terminals of all sandboxes together; each of them may make 256"),
     Setting("fs.file-max", 4_194_304, "open files of all sandboxes together"),
     Setting("fs.nr_open", 1_048_576, "the server and the zygote hold descriptors for every sandbox"),
     Setting("fs.mount-max", 1_000_000, "mounts in one mount namespace: layers times id ranges"),

@@ -60,7 +60,6 @@ class FrameType(IntEnum):
     Z_ATTACH = 131
     Z_FORGET = 132
     Z_SHUTDOWN = 133
-    Z_PTS = 134
     Z_NETWORK = 135
 
     Z_WELCOME = 193
@@ -154,7 +153,6 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.Z_ATTACH: (1, 40, 0),
     FrameType.Z_FORGET: (1, 40, 0),
     FrameType.Z_SHUTDOWN: (0, 0, 0),
-    FrameType.Z_PTS: (1, 40, 0),
     FrameType.Z_NETWORK: (1, 40, 0),
     FrameType.Z_WELCOME: (24, 24, 0),
     FrameType.Z_SANDBOX: (9, 48, 0),

@@ -303,7 +303,6 @@ class ContainerBackend:
             exited=self._exits[sandbox_id],
             disk_used=self.host.volume.used_bytes,
             disk_limit_bytes=disk_bytes,
-            mount_terminals=self._mount_terminals,
             network_sockets=self._network_sockets,
         )
         self._instances[sandbox_id] = instance
@@ -317,9 +316,6 @@ class ContainerBackend:
         self.host.views.acquire(handle["cpus"], handle["memory_bytes"])
         self._views.add(sandbox_id)
         return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
-
-    async def _mount_terminals(self, sandbox_id: str) -> None:
-        await self._zygote_for("terminals").prepare_terminals(sandbox_id)
 
     async def _network_sockets(self, sandbox_id: str) -> tuple[socket.socket, socket.socket]:
         self._need_network()

@@ -21,12 +21,10 @@ class ContainerInstance:
         "_disk_limit_bytes",
         "_disk_used",
         "_end",
-        "_mount_terminals",
         "_network",
         "_network_lock",
         "_network_sockets",
         "_sandbox_id",
-        "_terminals",
         "exited",
         "phases_s",
         "pid",
@@ -43,7 +41,6 @@ class ContainerInstance:
         exited: asyncio.Future[int],
         disk_used: Callable[[str], int],
         disk_limit_bytes: int,
-        mount_terminals: Callable[[str], Awaitable[None]],
         network_sockets: Callable[[str], Awaitable[tuple[socket.socket, socket.socket]]],
     ) -> None:
         self._sandbox_id = sandbox_id
@@ -57,8 +54,6 @@ class ContainerInstance:
         """The steps of its making: spawn is the zygote's answer, of which mount, clone and setup are parts."""
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
         self._disk_used = disk_used
-        self._mount_terminals = mount_terminals
-        self._terminals: asyncio.Task[None] | None = None
         self._network_sockets = network_sockets
         self._network: NetworkSockets | None = None
         self._network_lock = asyncio.Lock()
@@ -77,16 +72,6 @@ class ContainerInstance:
 
     def usage(self) -> Usage:
         return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
-
-    async def prepare_terminal(self) -> None:
-        """As in `ports.TerminalHost`: once, for all who ask meanwhile; what failed is tried again."""
-        task = self._terminals
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._terminals = asyncio.create_task(_call(self._mount_terminals, self._sandbox_id))
-        if not task.done():
-            await asyncio.shield(task)
-        else:
-            task.result()
 
     async def serve_network(self, connected: Connected, query: Query) -> None:
         """As in `ports.NetworkHost`."""
@@ -125,7 +110,3 @@ class ContainerInstance:
         """It is destroyed, or left to the next edge: nobody here hears of its end any more."""
         self._end.cancel()
         self.let_go_of_network()
-
-
-async def _call(mount: Callable[[str], Awaitable[None]], sandbox_id: str) -> None:
-    await mount(sandbox_id)

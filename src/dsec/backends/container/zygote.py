@@ -225,13 +225,6 @@ class ZygoteClient:
         channel, pidfd = self._take(fds)
         return Spawned(struct.unpack_from("<I", frame.payload)[0], channel, pidfd)
 
-    async def prepare_terminals(self, sandbox: str) -> None:
-        """Mount a devpts of its own in a live sandbox. Idempotent, but one call at a time. Raises `SandboxNotFound`,
-        `Unavailable`."""
-        frame, _ = await self._ask(FrameType.Z_PTS, sandbox.encode())
-        if frame.type is not FrameType.Z_OK:
-            raise self._failure(frame, Unavailable)
-
     async def network(self, sandbox: str) -> tuple[socket.socket, socket.socket]:
         """The sockets to which a live sandbox's way out leads, made if it has none yet: a TCP one, which listens only
         if an earlier edge made it, and a UDP one for DNS. The caller owns them. Raises `SandboxNotFound`,

@@ -64,11 +64,6 @@ class FakeInstance:
     def channel(self) -> SocketChannel:
         return self._channel
 
-    async def prepare_terminal(self) -> None:
-        """As in `ports.TerminalHost`; takes a moment, as it does in a container."""
-        await asyncio.sleep(0.01)
-        self._guest.has_terminals = True
-
     def ended(self) -> Awaitable[InstanceEnd]:
         return asyncio.shield(self._end)
 

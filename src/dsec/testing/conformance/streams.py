@@ -12,7 +12,7 @@ import pytest
 
 from dsec.channel import files, streams
 from dsec.errors import FileError, FileMissing, InvalidRequest, PortClosed
-from dsec.ports import Instance, Operation, TerminalHost
+from dsec.ports import Instance, Operation
 from dsec.spec.operations import Chunk, EndKind, ExecFlag
 from dsec.spec.sandbox import FileEvent
 from dsec.testing.conformance.files import put
@@ -40,8 +40,6 @@ class _Local:
 
 async def terminal(instance: Instance, *argv: str, **fields: Any) -> Operation:
     """A command on a terminal."""
-    if isinstance(instance, TerminalHost):
-        await instance.prepare_terminal()
     return await instance.channel.start(request(*argv, flags=ExecFlag.PTY, **fields))
 
 
