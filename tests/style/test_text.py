@@ -59,7 +59,7 @@ _TRACES = [
         re.IGNORECASE,
     ),
     re.compile(
-        r"https?://(?!127\.|[a-z0-9.-]*\bexample\b|www\.apache\.org|github\.com)[a-z0-9-]+\.[a-z0-9.-]+",
+        r"https?://(?!127\.|[a-z0-9.-]*\bexample\b|[a-z]+\.dsec\b|www\.apache\.org|github\.com)[a-z0-9-]+\.[a-z0-9.-]+",
         re.IGNORECASE,
     ),
 ]

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +31,8 @@ from dsec.errors import InvalidRequest
 
 Options = TypeVar("Options", bound=Struct)
 
+LIMITS = frozenset({"connections", "bytes", "bytes_per_s", "requests_per_s"})
+"""Options that the egress itself holds to."""
 KEPT_HEADERS = ("ETag", "Last-Modified", "Content-Type")
 CONDITIONS = {"ETag": "If-None-Match", "Last-Modified": "If-Modified-Since"}
 
@@ -129,6 +131,11 @@ class Call:
         return response
 
 
+def _own(grant: Grant) -> dict[str, Any]:
+    """A grant's options for the gateway."""
+    return {name: value for name, value in grant.options.items() if name not in LIMITS | {"target"}}
+
+
 def _matches(header: str | None, tag: str) -> bool:
     return header is not None and (
         header.strip() == "*" or tag in [each.strip().removeprefix("W/") for each in header.split(",")]
@@ -165,7 +172,7 @@ class BaseGateway(ABC):
     def check(self, grant: Grant) -> None:
         """A permission before it is granted. Raises `InvalidRequest`."""
         try:
-            msgspec.convert(grant.options, self.options)
+            msgspec.convert(_own(grant), self.options)
         except (msgspec.ValidationError, ValueError) as error:
             raise InvalidRequest(
                 f"the options of the permission {grant.permission}: {error}", remedy="docs/GATEWAYS.md has them."
@@ -212,9 +219,13 @@ class BaseGateway(ABC):
     def read_options(self, grant: Grant, kind: type[Options]) -> Options:
         """The options of a grant; those that `check` would refuse serve nothing."""
         try:
-            return msgspec.convert(grant.options, kind)
+            return msgspec.convert(_own(grant), kind)
         except (msgspec.ValidationError, ValueError) as error:
             raise broken(grant.permission, f"its options are not valid ({error})") from error
+
+    def target(self, grant: Grant) -> str:
+        """What a grant is for: its argument; or what an operator's permission of another name says (`target`)."""
+        return grant.argument or str(grant.options.get("target", ""))
 
     def trust(self, upstream: Upstream) -> None:
         """An upstream that the node's own tools use may have an address of the local network."""
@@ -331,12 +342,9 @@ def follows(upstream: Upstream, url: URL) -> Callable[[URL], bool]:
     return lambda target: target.authority in hosts or target.host in hosts
 
 
-def instant(value: str | date | datetime) -> datetime:
+def instant(text: str) -> datetime:
     """A point in time from an option: a date is its first moment, in UTC. Raises `ValueError`."""
-    if isinstance(value, str):
-        value = datetime.fromisoformat(value.strip())
-    if not isinstance(value, datetime):
-        value = datetime(value.year, value.month, value.day)
+    value = datetime.fromisoformat(text.strip())
     return value if value.tzinfo else value.replace(tzinfo=UTC)
 
 

@@ -27,7 +27,7 @@ _NEVER = frozenset({"CONNECT", "TRACE", "TRACK"})
 class HttpOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What an `http:` permission may say."""
 
-    methods: list[str] = ["GET", "HEAD"]
+    methods: tuple[str, ...] = ("GET", "HEAD")
     paths: list[str] = []
     """Further limits: a path must be one of these too."""
     headers: dict[str, str] = {}
@@ -48,7 +48,7 @@ class HttpGateway(BaseGateway):
         path = call.path()
         asked = call.request.host.lower().removesuffix(":80").rstrip(".")
         prefix = ""
-        if asked == HOST or not any(_host(grant) == asked for grant in call.visit.grants):
+        if asked == HOST or not any(self._host(grant) == asked for grant in call.visit.grants):
             asked, path = path[0].lower(), path[1:] or [""]
             prefix = f"/{asked}"
         call.grant, options = self._grant(call, asked, path)
@@ -82,7 +82,7 @@ class HttpGateway(BaseGateway):
         method, denied = call.request.method, f"none allows {host}"
         for grant in call.visit.grants:
             try:
-                own, pattern = split_host(grant.argument)
+                own, pattern = split_host(self.target(grant))
             except ValueError:
                 continue
             if own != host:
@@ -106,13 +106,12 @@ class HttpGateway(BaseGateway):
     def check(self, grant: Grant) -> None:
         super().check(grant)
         try:
-            split_host(grant.argument)
+            split_host(self.target(grant))
         except ValueError as error:
             raise InvalidRequest(f"{grant.permission}: {error}", remedy="Write http:HOST/path*.") from error
 
-
-def _host(grant: Grant) -> str:
-    try:
-        return split_host(grant.argument)[0]
-    except ValueError:
-        return ""
+    def _host(self, grant: Grant) -> str:
+        try:
+            return split_host(self.target(grant))[0]
+        except ValueError:
+            return ""

@@ -44,7 +44,8 @@ _LIST = Command("ls-refs", [], [b"peel\n", b"symrefs\n"]).bytes()
 class GitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a `git:` permission may say."""
 
-    push: bool = False
+    write: bool = False
+    """Pushing too."""
     refs: list[str] | None = None
     """Only these (`refs/heads/main`, `refs/tags/v1*`)."""
     pins: dict[str, str] = {}
@@ -56,8 +57,8 @@ class GitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         for ref, commit in self.pins.items():
             if not ref.startswith("refs/") or not _OID.fullmatch(commit):
                 raise ValueError(f"a pin is a ref and a full commit, not {ref!r}: {commit!r}")
-        if self.push and self.rules() is not None:
-            raise ValueError("push doesn't go with refs or pins")
+        if self.write and self.rules() is not None:
+            raise ValueError("write doesn't go with refs or pins")
 
     def rules(self) -> RefRules | None:
         """None: no limit."""
@@ -89,8 +90,8 @@ class GitGateway(BaseGateway):
             raise forbidden(call.permission, "only git's smart HTTP protocol is served")
         if call.request.method != method or (action != "info/refs" and query):
             raise Refusal(405, f"git asks for this by {method}", {"Allow": method})
-        if service == _WRITE and not options.push:
-            raise forbidden(call.permission, "it is for reading; pushing takes the option push")
+        if service == _WRITE and not options.write:
+            raise forbidden(call.permission, "it is for reading; pushing takes the option write")
         call.noted["service"] = service
 
         upstream = self._shared.config.git.get(host) or Upstream(f"https://{host}")
@@ -114,7 +115,7 @@ class GitGateway(BaseGateway):
     def environment(self, grants: Sequence[Grant]) -> Mapping[str, str]:
         """git's configuration by environment; `GIT_CONFIG_COUNT` and its pairs belong together."""
         pairs = []
-        for host in dict.fromkeys(split_host(grant.argument)[0] for grant in grants):
+        for host in dict.fromkeys(split_host(self.target(grant))[0] for grant in grants):
             key = f"url.http://{HOST}/{host}/.insteadOf"
             pairs += [(key, f"https://{host}/"), (key, f"ssh://git@{host}/"), (key, f"git@{host}:")]
         variables = {"GIT_CONFIG_COUNT": str(len(pairs)), "GIT_TERMINAL_PROMPT": "0"}
@@ -125,10 +126,11 @@ class GitGateway(BaseGateway):
     def check(self, grant: Grant) -> None:
         super().check(grant)
         try:
-            _, rest = split_host(grant.argument)
+            _, rest = split_host(self.target(grant))
         except ValueError as error:
             raise InvalidRequest(f"{grant.permission}: {error}", remedy="Write git:HOST/ORG/REPO.") from error
-        if not rest or not all(_PART.fullmatch(part) or part == "*" for part in rest.split("/")) or "*" in rest[:-1]:
+        parts = rest.split("/")
+        if "*" in parts[:-1] or not all((_PART.fullmatch(part) and part.strip(".")) or part == "*" for part in parts):
             raise InvalidRequest(
                 f"{grant.permission} doesn't name a repository", remedy="Write git:HOST/ORG/REPO, or git:HOST/ORG/*."
             )
@@ -138,7 +140,7 @@ class GitGateway(BaseGateway):
         wanted = [*repository[:-1], repository[-1].removesuffix(".git")]
         for grant in call.visit.grants:
             try:
-                own, rest = split_host(grant.argument)
+                own, rest = split_host(self.target(grant))
             except ValueError:
                 continue
             parts = rest.removesuffix(".git").split("/")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime
 from typing import Any
 
 import msgspec
@@ -37,7 +36,7 @@ _LOOKUP = re.compile(r"(.+)@([^@/]+)")
 class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a `go` permission may say."""
 
-    before: str | datetime | date | None = None
+    before: str | None = None
     """Only versions that were made before it."""
     allow: list[str] | None = None
     """Only these modules or versions (`example.com/module`, `example.com/*`, `example.com/module@<v1.2.0`)."""

@@ -48,8 +48,6 @@ class InferenceOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """At most so many of one sandbox."""
     tokens: int | None = None
     """No request after so many tokens, in and out, by what the endpoint says."""
-    bytes: int | None = None
-    """No request after so many bytes of answers."""
     body_bytes: int = 32 << 20
     """The largest request."""
 
@@ -68,7 +66,7 @@ class InferenceGateway(BaseGateway):
     async def serve(self, call: Call) -> web.StreamResponse:
         path = call.path()
         name, rest = path[0], path[2:]
-        grant = next((each for each in call.visit.grants if each.argument == name), None)
+        grant = next((each for each in call.visit.grants if self.target(each) == name), None)
         if grant is None or path[1:2] != ["v1"] or not rest:
             raise forbidden("inference", f"it has no endpoint {name[:64]}: ask for /NAME/v1/...")
         call.grant = grant
@@ -90,17 +88,15 @@ class InferenceGateway(BaseGateway):
         private = self.credentials(call, endpoint)
         reader = Reader()
 
-        def seen(chunk: bytes) -> None:
-            used.bytes += len(chunk)
-            reader.feed(chunk)
-
         base = URL(endpoint.url)
         query = call.request.rel_url.raw_query_string
         url = URL(f"{str(base).rstrip('/')}{spell(rest)}" + (f"?{query}" if query else ""), encoded=True)
         headers = outgoing(call.request.headers, list(private.values), (*_CREDENTIALS, "Content-Encoding"))
         headers["Accept-Encoding"] = "identity"  # its usage is read
         try:
-            return await relay(call, self._shared.outside, url, headers=headers, private=private, data=data, seen=seen)
+            return await relay(
+                call, self._shared.outside, url, headers=headers, private=private, data=data, seen=reader.feed
+            )
         finally:
             tokens = reader.end()
             used.tokens += tokens.input + tokens.output
@@ -128,8 +124,9 @@ class InferenceGateway(BaseGateway):
         """The first one's address is what the usual clients read; each has a variable of its own."""
         variables: dict[str, str] = {}
         for grant in reversed(grants):
-            root = f"http://{HOST}/{grant.argument}"
-            own = re.sub(r"[^A-Z0-9]", "_", grant.argument.upper())
+            name = self.target(grant)
+            root = f"http://{HOST}/{name}"
+            own = re.sub(r"[^A-Z0-9]", "_", name.upper())
             variables |= {
                 f"DSEC_INFERENCE_{own}_URL": f"{root}/v1",
                 "OPENAI_BASE_URL": f"{root}/v1",
@@ -140,18 +137,18 @@ class InferenceGateway(BaseGateway):
 
     def check(self, grant: Grant) -> None:
         super().check(grant)
-        if not _NAME.fullmatch(grant.argument):
+        if not _NAME.fullmatch(self.target(grant)):
             raise InvalidRequest(f"{grant.permission} doesn't name an endpoint", remedy="Write inference:NAME.")
-        if grant.argument not in self._shared.config.inference:
+        if self.target(grant) not in self._shared.config.inference:
             raise InvalidRequest(
-                f"this node has no model endpoint {grant.argument}",
+                f"this node has no model endpoint {self.target(grant)}",
                 remedy="Its operator names them in gateways.toml (docs/GATEWAYS.md).",
             )
 
 
 def _within(call: Call, options: InferenceOptions, used: Used) -> None:
     """Raises `Refusal` where a limit is used up."""
-    for name in ("requests", "tokens", "bytes"):
+    for name in ("requests", "tokens"):
         limit, so_far = getattr(options, name), getattr(used, name)
         if limit is not None and so_far >= limit:
             raise Refusal(429, f"the permission {call.permission} allows {limit} {name}, and {so_far} are used")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ _SCOPED = re.compile(r"(/@[^/%]+)%2f", re.IGNORECASE)
 class NpmOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What an `npm` permission may say."""
 
-    before: str | datetime | date | None = None
+    before: str | None = None
     """Only versions that were published before it."""
     allow: list[str] | None = None
     """Only these packages or versions (`lodash`, `@scope/name`, `lodash@<4.17.21`); absent: all."""

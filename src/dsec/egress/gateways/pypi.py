@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime
+from datetime import datetime
 
 import msgspec
 from aiohttp import web
@@ -30,7 +30,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+!-]{0,254}")
 class PypiOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a `pypi` permission may say."""
 
-    before: str | datetime | date | None = None
+    before: str | None = None
     """Only files that were uploaded before it."""
     allow: list[str] | None = None
     """Only these projects or versions (`requests`, `requests<2.32`); absent: all."""

@@ -80,7 +80,6 @@ class Used(Struct):
 
     requests: int = 0
     tokens: int = 0
-    bytes: int = 0
 
 
 class Book:
