@@ -5,6 +5,7 @@
         InvalidRequest            invalid_request        400
         Unauthenticated           unauthenticated        401
         PermissionDenied          permission_denied      403
+        MethodNotAllowed          method_not_allowed     405
         NotFound                  not_found              404
           SandboxNotFound         sandbox_not_found      404   never existed here, or its record is gone
           EnvironmentNotFound     environment_not_found  404
@@ -96,6 +97,11 @@ class Unauthenticated(CallerError):
 class PermissionDenied(CallerError):
     code = "permission_denied"
     http_status = 403
+
+
+class MethodNotAllowed(CallerError):
+    code = "method_not_allowed"
+    http_status = 405
 
 
 class NotFound(CallerError):

@@ -111,7 +111,7 @@ async def test_state_is_kept_and_sessions_are_apart(box: Box) -> None:
     assert await box.run(one, "pwd; echo $E; cd /; f() { echo f; }; export X=1") == (b"/tmp\ne\n", 0)
     assert await box.run(one, "pwd; f; sh -c 'echo $X'") == (b"/\nf\n1\n", 0)
     assert await box.run(two, "echo $X$E") == (b"\n", 0)
-    assert {info.name for info in box.sessions.list(box.id)} == {"one", "two"}
+    assert {info.name for info in await box.sessions.list(box.id)} == {"one", "two"}
 
 
 async def test_the_terminal_is_the_commands_stdin(box: Box) -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 import dsec
-from dsec import AsyncSandbox, AsyncSession, errors
+from dsec import AsyncSandbox, AsyncSession, PtySize, errors
 from server_kit import Server, serving
 
 pytestmark = pytest.mark.root
@@ -162,6 +162,27 @@ async def test_a_command_goes_on_through_a_killed_server_and_runs_once(server: S
     result = await running
     assert (result.exit_code, result.output, result.truncated) == (5, "kept\n", False)
     assert (await session.run("cat /tmp/runs; echo $X")).output == "begun\nkept\n"
+
+
+async def test_sessions_are_listed_after_a_killed_server(server: Server, box: AsyncSandbox) -> None:
+    """Also against a terminal that writes what a session does: under another's name, or one of nobody's."""
+    work, odd = await box.sessions.open("work"), await box.sessions.open("a b/\u00e9")
+    forged = "".join(f"\\033]8888;{'0' * 32};r;{name.encode().hex()}\\007" for name in ("ghost", "work"))
+    for name in ("forged", "plain"):
+        text = forged if name == "forged" else "hello"
+        await box.commands.start(["sh", "-c", f"printf '{text}'; exec sleep 1000"], pty=PtySize(), key=name)
+    running = asyncio.create_task(work.run("sleep 1000"))
+    while not (await work.info()).busy:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    for _ in range(2):
+        found = {info.name: (info.busy, info.ended) for info in await box.sessions.list()}
+        assert found == {"work": (True, False), odd.name: (False, False)}
+    await work.interrupt()
+    assert (await running).exit_code == 130
+    await odd.close()
+    assert [info.name for info in await box.sessions.list()] == ["work"]
 
 
 def test_the_sync_client_has_them_too(server: Server) -> None:

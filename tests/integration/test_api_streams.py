@@ -399,10 +399,10 @@ async def test_openapi_describes_every_call(server: Served, box: str) -> None:
             concrete = path.replace("{sandbox_id}", box).replace("{run}", "r").replace("{name}", "n")
             concrete = concrete.replace("{key}", "k").replace("{key_id}", "k")
             status, _, answer = await server.raw(method.upper(), concrete)
-            if status >= 400:
-                assert not json.loads(answer)["message"].startswith("no such path"), path
-                assert status != 405, path
-            if method == "delete" and path == "/v1/sandboxes/{sandbox_id}":
+            assert status != 405, path
+            for word in (b"no such path", b"no endpoint", b"no such procedure"):
+                assert word not in answer, path
+            if method == "delete" and path.endswith("/sandboxes/{sandbox_id}"):
                 async with server.client() as client:
                     box = (await client.create("base")).id
     fields = document["components"]["schemas"]["SandboxSpec"]["properties"]

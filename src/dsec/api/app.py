@@ -22,17 +22,10 @@ from dsec.api.swerex import Swerex
 from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
-from dsec.errors import CallerError, DsecError, Internal, InvalidRequest, NotFound
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 
 _SANDBOXES = "/v1/sandboxes/"
 _log = logging.getLogger("dsec.api")
-
-
-class MethodNotAllowed(CallerError):
-    """HTTP alone knows this one."""
-
-    code = "method_not_allowed"
-    http_status = 405
 
 
 class Api:
@@ -114,20 +107,21 @@ class Api:
             await self._swerex(x, raw)
             return
         elif raw == "/openapi.json":
-            _only(x, "GET")
+            x.only("GET")
             await x.answer(200, self._openapi)
             return
         elif raw == "/readyz":
-            _only(x, "GET")
+            x.only("GET")
             await seeing.ready(edge, x)
             return
         elif raw == "/metrics":
-            _only(x, "GET")
+            x.only("GET")
             x.principal = edge.authenticate(x.bearer())
             await seeing.metrics(edge, self.metrics, x)
             return
         elif raw != "/healthz":
             raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
+        control.only(self._control, x)
         scope[control.EXCHANGE] = x
         await self._control(scope, x.next_message, _stamped(x))  # type: ignore[arg-type]
         if x.failed is not None:
@@ -137,19 +131,19 @@ class Api:
         """Calls on one sandbox; False: not a hot one."""
         edge, method = self._edge, x.scope["method"]
         if rest == "exec":
-            _only(x, "POST", "GET")
+            x.only("POST", "GET")
             await (exec.start if method == "POST" else exec.processes)(edge, sandbox_id, x)
             return True
         if rest == "events":
-            _only(x, "GET")
+            x.only("GET")
             await seeing.events(edge, sandbox_id, x)
             return True
         if rest == "exec:release":
-            _only(x, "POST")
+            x.only("POST")
             await exec.release_many(edge, sandbox_id, x)
             return True
         if rest == "files":
-            _only(x, "GET", "PUT")
+            x.only("GET", "PUT")
             await (files.read if method == "GET" else files.write)(edge, sandbox_id, x)
             return True
         head, _, tail = rest.partition("/")
@@ -161,7 +155,7 @@ class Api:
             return True
         if head == "files" and tail in _FILES:
             allowed, handler = _FILES[tail]
-            _only(x, allowed)
+            x.only(allowed)
             await handler(edge, sandbox_id, x)
             return True
         return False
@@ -170,14 +164,14 @@ class Api:
         quoted, _, verb = tail.partition("/")
         name = unquote(quoted)
         if not name and not verb:
-            _only(x, "GET", "POST")
+            x.only("GET", "POST")
             await sessions.collection(self._sessions, sandbox_id, x)
         elif name and not verb:
-            _only(x, "GET", "DELETE")
+            x.only("GET", "DELETE")
             await sessions.one(self._sessions, sandbox_id, name, x)
         elif name and verb in sessions.VERBS:
             allowed, handler = sessions.VERBS[verb]
-            _only(x, allowed)
+            x.only(allowed)
             await handler(self._sessions, sandbox_id, name, x)
         else:
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
@@ -189,30 +183,30 @@ class Api:
         if not key:
             raise InvalidRequest("the command's key is empty")
         if not verb:
-            _only(x, "GET", "DELETE")
+            x.only("GET", "DELETE")
             await (exec.attach if x.scope["method"] == "GET" else exec.release)(edge, sandbox_id, key, x)
         elif verb in _COMMANDS:
-            _only(x, "POST")
+            x.only("POST")
             await _COMMANDS[verb](edge, sandbox_id, key, x)
         else:
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
 
     async def _batch(self, raw: str, x: Exchange) -> bool:
         if raw == "/v1/sandboxes:batch":
-            _only(x, "POST")
+            x.only("POST")
             await batch.create_many(self._edge, x)
             return True
         if raw == "/v1/sandboxes:delete":
-            _only(x, "POST")
+            x.only("POST")
             await batch.delete_many(self._edge, x)
             return True
         if raw == "/v1/exec:batch":
-            _only(x, "POST")
+            x.only("POST")
             await batch.exec_many(self._edge, x)
             return True
         parts = raw.split("/")
         if len(parts) == 5 and parts[2] == "named":
-            _only(x, "GET")
+            x.only("GET")
             await batch.find_named(self._edge, unquote(parts[3]), unquote(parts[4]), x)
             return True
         return False
@@ -227,13 +221,6 @@ _FILES = {
     "watch": ("GET", streams.watch),
 }
 _COMMANDS = {"stdin": exec.stdin, "signal": exec.signal, "resize": exec.resize}
-
-
-def _only(x: Exchange, *methods: str) -> None:
-    if x.scope["method"] not in methods:
-        raise MethodNotAllowed(
-            f"{x.scope['method']} is not for {x.scope['path']}", remedy=f"it takes {' and '.join(methods)}"
-        )
 
 
 def _stamped(x: Exchange) -> Send:

@@ -6,13 +6,16 @@ Callers are authenticated by `dsec.api.app` before a request gets here; the `Exc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 from litestar import Litestar, Request, Response, delete, get, post
-from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException, ValidationException
+from litestar.exceptions import HTTPException, NotFoundException, ValidationException
 from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.routes import HTTPRoute
 from litestar.types import Scope
 from msgspec import Struct
 
@@ -168,6 +171,23 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
     )
 
 
+def only(app: Litestar, x: Exchange) -> None:
+    """Raise `MethodNotAllowed` where a path of `app`'s doesn't take the request's method: what Litestar would answer
+    itself names no methods, or not all."""
+    path = x.scope["path"]
+    allowed: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, HTTPRoute) and _matcher(route.path_format).fullmatch(path):
+            allowed |= route.methods - {"OPTIONS"}
+    if allowed:
+        x.only(*sorted(allowed))
+
+
+@cache
+def _matcher(path: str) -> re.Pattern[str]:
+    return re.compile("[^/]+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", path)))
+
+
 def exchange(scope: Scope) -> Exchange:
     """What `dsec.api.app` made of the request."""
     found: Exchange = scope[EXCHANGE]  # type: ignore[literal-required]
@@ -193,8 +213,6 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     """Litestar's own errors in our form."""
     if isinstance(error, NotFoundException):
         return _plain(404, "not_found", f"no such path: {request.scope['path']}", "GET /openapi.json lists them")
-    if isinstance(error, MethodNotAllowedException):
-        return _plain(405, "method_not_allowed", f"{request.method} is not for {request.scope['path']}", "")
     if isinstance(error, ValidationException):
         return _plain(400, "invalid_request", _validation(error), "")
     if error.status_code == 413:

@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from dsec.edge.client import Principal
-from dsec.errors import DsecError, InvalidRequest, PermissionDenied, TooLarge, Unavailable
+from dsec.errors import DsecError, InvalidRequest, MethodNotAllowed, PermissionDenied, TooLarge, Unavailable
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,6 +28,7 @@ Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 MAX_JSON_BYTES = 4 << 20
+MAX_INT = (1 << 63) - 1
 MAX_BATCH_BYTES = 64 << 20
 BODY_IDLE_S = 60.0
 """How long a body may stand still before the request is given up."""
@@ -52,6 +53,16 @@ _request_numbers = itertools.count(1)
 def passes(error: DsecError) -> bool:
     """Whether the same request may do well a moment later, so that clients are told to repeat it."""
     return type(error) is Unavailable
+
+
+def headers_of(error: DsecError) -> Headers:
+    """What an error's answer says in its head."""
+    headers: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if passes(error) else []
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, MethodNotAllowed) and "allowed" in error.details:
+        headers.append((b"allow", ", ".join(error.details["allowed"]).encode()))
+    return headers
 
 
 class ClientGone(Exception):
@@ -108,6 +119,16 @@ class Exchange:
                 self._expects = True
         self.request_id = request_id or f"{_REQUEST_ID_BASE}{next(_request_numbers):x}".encode()
         self._query: dict[str, list[bytes]] | None = None
+
+    def only(self, *methods: str) -> None:
+        """Raise `MethodNotAllowed` for any other."""
+        method = self.scope["method"]
+        if method not in methods:
+            raise MethodNotAllowed(
+                f"{method} is not for {self.scope['path']}",
+                remedy=f"it takes {' and '.join(methods)}",
+                allowed=list(methods),
+            )
 
     # --- what was asked ---------------------------------------------------------------------------------------------
 
@@ -166,9 +187,19 @@ class Exchange:
         if text is None:
             return default
         try:
-            return msgspec.convert(text, kind, strict=False)
+            value = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"argument {name!r}: {error}") from None
+        if isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
+            raise InvalidRequest(f"argument {name!r} is beyond 64 bits")
+        return value
+
+    def natural(self, name: str) -> int | None:
+        """An argument as a number of 0 and more. Raises `InvalidRequest` with its name."""
+        value = self.value(name, int, -1) if name in self.query else None
+        if value is not None and value < 0:
+            raise InvalidRequest(f"argument {name!r} cannot be negative")
+        return value
 
     async def body(self, limit: int = MAX_JSON_BYTES) -> bytes:
         """The whole body. Raises `TooLarge`, `InvalidRequest` (it stood still), `ClientGone`."""
@@ -288,10 +319,7 @@ class Exchange:
             await self.cut()
             return
         await self.drain()
-        extra: Headers = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if passes(error) else []
-        if error.http_status == 401:
-            extra.append((b"www-authenticate", b"Bearer"))
-        await self.answer(error.http_status, error.body(), *extra)
+        await self.answer(error.http_status, error.body(), *headers_of(error))
 
     async def cut(self) -> None:
         """Abort the connection, so that the client sees that the answer is not whole."""

@@ -75,6 +75,7 @@ async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../exec"""
     if x.scope["query_string"]:
         x.check_query("hold_ms")
+        x.natural("hold_ms")
     if x.content_type == MEDIA:
         await _start_framed(edge, sandbox_id, x)
     else:
@@ -88,21 +89,19 @@ async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
 async def attach(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
     """GET .../exec/{key}"""
     x.check_query("stdout_from", "stderr_from", "hold_ms")
-    stdout_from = x.value("stdout_from", int, 0)
-    stderr_from = x.value("stderr_from", int, 0)
-    if min(stdout_from, stderr_from) < 0:
-        raise InvalidRequest("stdout_from and stderr_from cannot be negative")
+    stdout_from, stderr_from = x.natural("stdout_from") or 0, x.natural("stderr_from") or 0
+    x.natural("hold_ms")
     await _stream(await edge.attach(sandbox_id, key), x, stdout_from, stderr_from)
 
 
 async def stdin(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
     """POST .../exec/{key}/stdin"""
     x.check_query("offset", "eof")
-    offset = x.value("offset", int, -1)
+    offset = x.natural("offset")
     eof = x.value("eof", bool, False)
     execution = await edge.attach(sandbox_id, key)
     taken = execution.stdin_offset
-    at = taken if offset < 0 else offset
+    at = taken if offset is None else offset
     async for data in x.chunks():
         taken = await execution.write_stdin(data, at)
         at += len(data)
@@ -193,8 +192,8 @@ def _hold_s(x: Exchange) -> float:
     """`hold_ms`: how long output may be held so that it leaves together; for callers who want the result alone."""
     if not x.scope["query_string"]:
         return HOLD_S
-    hold_ms = x.value("hold_ms", int, -1)
-    return HOLD_S if hold_ms < 0 else min(hold_ms, MAX_HOLD_MS) / 1000
+    hold_ms = x.natural("hold_ms")
+    return HOLD_S if hold_ms is None else min(hold_ms, MAX_HOLD_MS) / 1000
 
 
 async def _release_finished(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:

@@ -38,10 +38,7 @@ class Listing(Struct, frozen=True):
 async def read(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """GET .../files"""
     x.check_query("path", "user", "offset", "length")
-    offset = x.value("offset", int, 0)
-    length = x.value("length", int | None, None)  # type: ignore[arg-type]
-    if offset < 0 or (length is not None and length < 0):
-        raise InvalidRequest("offset and length cannot be negative")
+    offset, length = x.natural("offset") or 0, x.natural("length")
     content = cast(
         "AsyncGenerator[bytes]",
         edge.read_file(sandbox_id, path_of(x), user=x.text("user"), offset=offset, length=length),

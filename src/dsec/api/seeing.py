@@ -16,7 +16,6 @@ from dsec.api.exchange import Exchange
 from dsec.api.held import HeldAnswer
 from dsec.api.metrics import MEDIA, ServerMetrics, exposition
 from dsec.edge.client import EdgeClient
-from dsec.errors import InvalidRequest
 from dsec.spec.events import SandboxEvent
 
 NDJSON = b"application/x-ndjson"
@@ -42,9 +41,7 @@ async def ready(edge: EdgeClient, x: Exchange) -> None:
 async def events(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """GET .../events: a line an event; with `follow` those to come too, until the sandbox has ended."""
     x.check_query("follow", "after")
-    after = x.value("after", int, 0)
-    if after < 0:
-        raise InvalidRequest("argument 'after' is the number of an event, 0 or more")
+    after = x.natural("after") or 0
     if not x.value("follow", bool, False):
         found = edge.events(sandbox_id, after)
         await x.begin(200, NDJSON)

@@ -42,7 +42,7 @@ async def collection(sessions: Sessions, sandbox_id: str, x: Exchange) -> None:
     """POST and GET .../sessions"""
     x.check_query()
     if x.scope["method"] == "GET":
-        await x.answer(200, SessionList(sessions.list(sandbox_id)))
+        await x.answer(200, SessionList(await sessions.list(sandbox_id)))
         return
     session, existed = await sessions.open(sandbox_id, x.decode(_SPEC, await x.body() or b"{}"))
     await x.answer(200 if existed else 201, session.info())
@@ -105,9 +105,9 @@ async def interrupt(sessions: Sessions, sandbox_id: str, name: str, x: Exchange)
 async def log(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> None:
     """GET .../sessions/{name}/log"""
     x.check_query("offset", "limit")
-    offset, limit = x.value("offset", int, 0), x.value("limit", int, LOG_BYTES)
-    if offset < 0 or not 1 <= limit <= MAX_LOG_BYTES:
-        raise InvalidRequest(f"offset is not negative, limit is 1 to {MAX_LOG_BYTES}")
+    offset, limit = x.natural("offset") or 0, x.value("limit", int, LOG_BYTES)
+    if not 1 <= limit <= MAX_LOG_BYTES:
+        raise InvalidRequest(f"limit is 1 to {MAX_LOG_BYTES}")
     session = await sessions.get(sandbox_id, name)
     data, after = await sessions.log(session, offset, limit)
     await x.begin(

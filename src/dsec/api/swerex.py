@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dsec.api.exchange import Exchange
+from dsec.api.exchange import Exchange, headers_of
 from dsec.api.expect import Expect
 from dsec.api.swerex_files import read_file, upload, write_file
 from dsec.api.swerex_wire import (
@@ -28,6 +28,7 @@ from dsec.api.swerex_wire import (
     Empty,
     Observation,
     ReadFile,
+    Refusal,
     SessionCreated,
     SwerexError,
     WriteFile,
@@ -41,6 +42,7 @@ from dsec.errors import (
     Conflict,
     DsecError,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     PermissionDenied,
     SandboxNotFound,
@@ -69,6 +71,10 @@ OUTPUT_BYTES = 16 << 20
 """So much of a command's output is in its answer."""
 _ACTION = msgspec.json.Decoder(Action)
 _KILL_GRACE_S = 0.2
+
+
+class _NoEndpoint(NotFound):
+    """A path that isn't one of these."""
 
 
 class Swerex:
@@ -109,9 +115,9 @@ class Swerex:
         except SwerexError as error:
             await x.drain()
             await x.answer(511, error.body())
-        except (Unauthenticated, PermissionDenied, SandboxNotFound) as error:
+        except (Unauthenticated, PermissionDenied, SandboxNotFound, MethodNotAllowed, _NoEndpoint) as error:
             await x.drain()
-            await x.answer(error.http_status, {"detail": str(error)})
+            await x.answer(error.http_status, Refusal(str(error)), *headers_of(error))
         except DsecError as error:
             if x.began:
                 raise
@@ -132,10 +138,8 @@ class Swerex:
                 )
         edge.authorize(x.principal, sandbox_id)
         if endpoint not in ENDPOINTS:
-            raise SwerexError("builtins.ValueError", f"there is no endpoint {endpoint!r}")
-        method = "GET" if endpoint == "is_alive" else "POST"
-        if x.scope["method"] != method:
-            raise SwerexError("builtins.ValueError", f"{endpoint} takes {method}")
+            raise _NoEndpoint(f"there is no endpoint {endpoint!r}")
+        x.only("GET" if endpoint == "is_alive" else "POST")
         return sandbox_id, endpoint
 
     # --- sessions ---
@@ -284,7 +288,7 @@ class Swerex:
         return Closed()
 
     async def _close(self, sandbox_id: str) -> Empty:
-        for info in self._sessions.list(sandbox_id):
+        for info in await self._sessions.list(sandbox_id):
             await self._sessions.close(sandbox_id, info.name)
         return Empty()
 

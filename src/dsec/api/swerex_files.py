@@ -31,6 +31,7 @@ from dsec.errors import DsecError, FileMissing, InvalidRequest, TooLarge
 MAX_READ_BYTES = 64 << 20
 MAX_UPLOAD_BYTES = 8 << 30
 MAX_ENTRIES = 200_000
+YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _MEMORY_BYTES = 4 << 20
 _PIECE = 256 << 10
 _FIELD_BYTES = 8192
@@ -48,7 +49,7 @@ async def read_file(edge: EdgeClient, sandbox_id: str, request: ReadFile) -> Fil
     try:
         codec = codecs.lookup(request.encoding or "utf-8")
         codecs.lookup_error(request.errors or "strict")
-    except LookupError as error:
+    except (LookupError, ValueError) as error:  # a name with a NUL byte, or one that has no bytes
         raise SwerexError("builtins.LookupError", str(error)) from None
     if not codec._is_text_encoding:
         raise SwerexError("builtins.LookupError", f"{request.encoding!r} is not a text encoding")
@@ -89,7 +90,10 @@ async def upload(edge: EdgeClient, sandbox_id: str, x: Exchange) -> Empty:
             raise InvalidRequest("the form needs the fields `file` and `target_path`")
         path = absolute(edge, sandbox_id, target)
         spool.seek(0)
-        if fields.get("unzip", "false").lower() in ("true", "1", "yes", "on"):
+        unzip = fields.get("unzip", "false").lower()
+        if unzip not in YES + NO:
+            raise InvalidRequest("the field `unzip` is true or false")
+        if unzip in YES:
             await _unzip(edge, sandbox_id, path, cast("IO[bytes]", spool))
         else:
             if await _is_directory(edge, sandbox_id, path):

@@ -101,6 +101,27 @@ class Alive(Struct, frozen=True):
     message: str = ""
 
 
+class Transfer(Struct, frozen=True):
+    """An exception on its way."""
+
+    message: str
+    class_path: str
+    traceback: str = ""
+    extra_info: dict[str, Any] = {}
+
+
+class Failure(Struct, frozen=True):
+    """The answer of status 511."""
+
+    swerexception: Transfer
+
+
+class Refusal(Struct, frozen=True):
+    """The answer to a request that was not admitted."""
+
+    detail: str
+
+
 class SwerexError(Exception):
     """An exception of the client's, to be raised there."""
 
@@ -110,15 +131,9 @@ class SwerexError(Exception):
         self.message = message
         self.extra = extra
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Failure:
         """The answer of status 511 that the client turns into the exception."""
-        transfer = {
-            "message": self.message,
-            "class_path": self.class_path,
-            "traceback": "",
-            "extra_info": self.extra,
-        }
-        return {"swerexception": transfer}
+        return Failure(Transfer(self.message, self.class_path, extra_info=self.extra))
 
 
 def as_swerex(error: DsecError) -> SwerexError:

@@ -12,13 +12,13 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from enum import Enum
 from typing import cast
 from weakref import WeakValueDictionary
 
 from dsec.edge.client import EdgeClient, Execution
-from dsec.edge.shell import MAX_COMMAND_BYTES, Machine, Output, Parser, Run, probe, secret_of, setup
+from dsec.edge.shell import MAX_COMMAND_BYTES, Machine, Output, Parser, Run, name_of, probe, secret_of, setup
 from dsec.edge.tasks import Tasks, bug, quiet
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, Unavailable, Unsupported
 from dsec.spec.causes import Cause
@@ -173,6 +173,8 @@ class Sessions:
         self._known: dict[tuple[str, str], Session] = {}
         self._finding: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """One at a time looks for a session that isn't known."""
+        self._others: set[tuple[str, str]] = set()
+        """Terminals of an earlier edge's that are no sessions."""
         self._tasks = Tasks()
         self._sweep_at = _SWEEP
 
@@ -218,7 +220,7 @@ class Sessions:
             execution = await self._edge.exec(sandbox_id, exec_spec)
         session = Session(spec.name, execution, secrets.token_hex(16))
         try:
-            await session.type(setup(session.machine.secret))
+            await session.type(setup(session.machine.secret, spec.name))
             ready = await session.until(lambda: session.machine.ready, READY_S)
             if session.status is not None:
                 raise _no_shell(session.status)
@@ -242,8 +244,16 @@ class Sessions:
             raise _missing(name)
         return session
 
-    def list(self, sandbox_id: str) -> list[SessionInfo]:
-        """The sessions that were used since this edge began."""
+    async def list(self, sandbox_id: str) -> list[SessionInfo]:
+        """The sessions that this edge has met, and those that an earlier one opened and whose shells live."""
+        for process in self._edge.processes(sandbox_id):
+            at = (sandbox_id, process.key)
+            if process.pty and process.key.startswith("~") and at not in self._others:
+                with suppress(NotFound):  # it ends just now
+                    name = name_of(await self._head(await self._edge.attach(*at), QUIET_S))
+                    if name and await self._is(sandbox_id, name, process.pid):
+                        continue
+                self._others.add(at)
         return [session.info() for (owner, _), session in self._known.items() if owner == sandbox_id]
 
     async def start(self, session: Session, command: str, *, key: str | None = None, room: int) -> tuple[Run, bool]:
@@ -377,26 +387,35 @@ class Sessions:
         known = self._known.get((sandbox_id, name))
         if known is not None and known.failure is None:
             return known
-        head = bytearray()
-        events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(0))
-        secret = None
-        async with aclosing(events):
-            try:
-                async with asyncio.timeout(READY_S):
-                    while secret is None and len(head) < HEAD_BYTES:
-                        event = await anext(events)
-                        if isinstance(event, ExecStatus):
-                            break
-                        head += event.data
-                        secret = secret_of(bytes(head))
-            except TimeoutError:
-                pass
+        secret = secret_of(await self._head(execution, READY_S))
         if secret is None:
             return None
         session = Session(name, execution, secret)
         await session.catch_up()
         self._remember(sandbox_id, session)
         return session
+
+    async def _head(self, execution: Execution, patience_s: float) -> bytes:
+        """The beginning of a log, up to where its shell is ready, as far as it comes in time."""
+        head = bytearray()
+        events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(0))
+        async with aclosing(events):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while secret_of(bytes(head)) is None and len(head) < HEAD_BYTES:
+                        event = await anext(events)
+                        if isinstance(event, ExecStatus):
+                            break
+                        head += event.data
+        return bytes(head)
+
+    async def _is(self, sandbox_id: str, name: str, pid: int) -> bool:
+        """Whether the shell of the session of a name is this process: any program can write what a session does."""
+        try:
+            session = await self.get(sandbox_id, name)
+        except NotFound:
+            return False
+        return await session.execution.started() == pid
 
     async def _kill_foreground(self, sandbox_id: str, session: Session) -> bool:
         """SIGKILL to the process group in the terminal's foreground; False: there is none but the shell's own."""
@@ -412,13 +431,16 @@ class Sessions:
         self._known[sandbox_id, session.name] = session
         if len(self._known) > self._sweep_at:
             for at in list(self._known):
-                try:
-                    live = self._edge.get(at[0]).ended_at is None
-                except NotFound:
-                    live = False
-                if not live:
+                if not self._lives(at[0]):
                     del self._known[at]
+            self._others = {at for at in self._others if self._lives(at[0])}
             self._sweep_at = max(_SWEEP, 2 * len(self._known))
+
+    def _lives(self, sandbox_id: str) -> bool:
+        try:
+            return self._edge.get(sandbox_id).ended_at is None
+        except NotFound:
+            return False
 
 
 def _missing(name: str) -> NotFound:

@@ -1,8 +1,9 @@
 """A shell session's protocol, without I/O: what is typed into an interactive bash, and what its output means.
 
 Owns the marks by which the begin and the end of a command are known. A mark is a terminal sequence that shows nothing:
-`ESC ] 8888 ; SECRET ; KIND [; RUN [; CODE]] BEL`, KIND `r` (the shell is ready), `b` (a command begins) or `e` (it has
-ended with CODE). SECRET is random for each session, RUN for each command. Marks are made by `printf` from an escaped
+`ESC ] 8888 ; SECRET ; KIND [; RUN [; CODE]] BEL`, KIND `r` (the shell is ready; what follows is the session's name in
+hexadecimal), `b` (a command begins) or `e` (it has ended with CODE). SECRET is random for each session, RUN for each
+command. Marks are made by `printf` from an escaped
 form, so that neither an echo, `set -x`, `set` nor the command's own text holds one. Invariants:
 
 - Output is passed on as it was written, byte by byte, without the marks, however it is cut into pieces.
@@ -20,9 +21,10 @@ from itertools import islice
 from msgspec import Struct
 
 _LEAD = b"\x1b]8888;"
-_READY = re.compile(rb"\x1b\]8888;([0-9a-f]{32});r\x07")
-_BODY = re.compile(rb"r|b;([0-9a-f]{16})|e;([0-9a-f]{16});([0-9]{1,3})")
+_READY = re.compile(rb"\x1b\]8888;([0-9a-f]{32});r(?:;((?:[0-9a-f]{2}){1,400}))?\x07")
+_BODY = re.compile(rb"r(?:;[0-9a-f]{2,800})?|b;([0-9a-f]{16})|e;([0-9a-f]{16});([0-9]{1,3})")
 _BODY_MAX = 32
+_READY_MAX = 804
 _LINE = 3000
 _QUIET = " 2>/dev/null"
 _KEPT_RUNS = 256
@@ -79,9 +81,10 @@ class Parser:
                 keep = _overlap(data, lead, start)
                 break
             body = at + len(lead)
-            bell = data.find(b"\x07", body, body + _BODY_MAX)
+            longest = _READY_MAX if data.startswith(b"r;", body) else _BODY_MAX
+            bell = data.find(b"\x07", body, body + longest)
             if bell < 0:
-                if len(data) - body < _BODY_MAX:
+                if len(data) - body < longest:
                     keep = len(data) - at
                     break
                 search = at + 1
@@ -117,6 +120,12 @@ def secret_of(log: bytes) -> str | None:
     return match[1].decode() if match else None
 
 
+def name_of(log: bytes) -> str | None:
+    """The name that the session of a log says it has; None where the shell isn't ready in it."""
+    match = _READY.search(log)
+    return bytes.fromhex((match[2] or b"").decode()).decode("utf-8", "replace") if match else None
+
+
 def quote(text: bytes) -> list[str]:
     """The text in pieces, as bash reads them inside `$'...'`: printable ASCII, none longer than a line may be."""
     parts = [
@@ -141,11 +150,10 @@ def _mark(secret: str, body: str, value: str = "") -> str:
     return f"{{ {printf}>/dev/tty || {printf}; }}"
 
 
-def setup(secret: str) -> bytes:
+def setup(secret: str, name: str) -> bytes:
     """The first line that a new shell reads: no prompts, no echo, no history, output as it is written."""
-    return (
-        f"PS1= PS2= PS0= PROMPT_COMMAND=; set +H +o history; \\command stty sane -echo -onlcr; {_mark(secret, 'r')}\n"
-    ).encode()
+    ready = _mark(secret, f"r;{name.encode('utf-8', 'replace').hex()}")
+    return (f"PS1= PS2= PS0= PROMPT_COMMAND=; set +H +o history; \\command stty sane -echo -onlcr; {ready}\n").encode()
 
 
 def lines(secret: str, run: str, command: bytes) -> bytes:

@@ -178,7 +178,7 @@ class AsyncSessions:
         return session
 
     async def list(self, *, request_timeout_s: float | None = None) -> list[SessionInfo]:
-        """The sessions that were used since the server began."""
+        """The sessions that are open, also those that an earlier server opened."""
         url = self._transport.url(self._path)
         return (await self._transport.call("GET", url, _Sessions, request_timeout_s=request_timeout_s)).sessions
 

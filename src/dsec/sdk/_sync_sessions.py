@@ -110,5 +110,5 @@ class Sessions(Wrapper):
         return Session(call(self._async.get(name, request_timeout_s=request_timeout_s)))
 
     def list(self, *, request_timeout_s: float | None = None) -> list[SessionInfo]:
-        """The sessions that were used since the server began."""
+        """The sessions that are open, also those that an earlier server opened."""
         return call(self._async.list(request_timeout_s=request_timeout_s))

@@ -23,7 +23,7 @@ from dsec.api.e2b.users import Users
 from dsec.api.e2b.watchers import WatcherService
 from dsec.api.exchange import Exchange
 from dsec.edge.client import EdgeClient
-from dsec.errors import CallerError, DsecError, InvalidRequest, NotFound, SandboxNotFound
+from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxNotFound
 from dsec.spec.sandbox import State
 from dsec.wire.connect import Code
 
@@ -31,13 +31,6 @@ __all__ = ["E2b", "E2bConfig"]
 
 _CONTROL = frozenset({"sandboxes", "templates", "snapshots", "volumes", "secrets"})
 _DATA = frozenset({"files", "health", "process.Process", "filesystem.Filesystem"})
-
-
-class WrongMethod(CallerError):
-    """HTTP alone knows this one."""
-
-    code = "method_not_allowed"
-    http_status = 405
 
 
 class E2b:
@@ -100,19 +93,20 @@ class E2b:
         method = call.method
         match parts:
             case ["sandboxes"]:
-                _only(call, "GET", "POST")
+                call.x.only("GET", "POST")
                 await (control.list_sandboxes if method == "GET" else control.create)(call, principal)
             case ["sandboxes", "metrics"]:
+                call.x.only("GET")
                 await control.later(call, "metrics")
             case ["sandboxes", sandbox_id]:
-                _only(call, "GET", "DELETE")
+                call.x.only("GET", "DELETE")
                 self._edge.authorize(principal, sandbox_id)
                 await (control.inspect if method == "GET" else control.kill)(call, sandbox_id)
             case ["sandboxes", sandbox_id, verb]:
                 self._edge.authorize(principal, sandbox_id)
                 await self._verb(call, sandbox_id, verb)
             case ["templates", "aliases", *name] if name:
-                _only(call, "GET")
+                call.x.only("GET")
                 await control.template_alias(call, "/".join(name))
             case [("templates" | "snapshots" | "volumes" | "secrets") as what, *_]:
                 await control.later(call, what)
@@ -123,13 +117,13 @@ class E2b:
         control = self._control
         match verb:
             case "connect" | "resume":
-                _only(call, "POST")
+                call.x.only("POST")
                 await control.connect(call, sandbox_id)
             case "timeout":
-                _only(call, "POST")
+                call.x.only("POST")
                 await control.set_timeout(call, sandbox_id)
             case "metrics":
-                _only(call, "GET")
+                call.x.only("GET")
                 await control.metrics(call, sandbox_id)
             case "pause" | "network" | "fork" | "snapshots" | "logs":
                 await control.later(call, verb)
@@ -144,10 +138,10 @@ class E2b:
             if first == "files":
                 await self._file(call)
                 return
+            x.only("GET" if first == "health" else "POST")
             sandbox_id = self._named(call)
             self._authorize(call, sandbox_id)
             if first == "health":
-                _only(call, "GET")
                 if self._edge.get(sandbox_id).state is not State.RUNNING:
                     raise SandboxNotFound(f"sandbox {sandbox_id} is not running")
                 await x.empty()
@@ -158,7 +152,7 @@ class E2b:
         await self._rpc(call, sandbox_id, f"{first}/{rest}")
 
     async def _file(self, call: Call) -> None:
-        _only(call, "GET", "POST")
+        call.x.only("GET", "POST")
         reads = call.method == "GET"
         if call.signed:
             sandbox_id = self._signatures.check(call, "read" if reads else "write", self._target(call))
@@ -172,7 +166,6 @@ class E2b:
         stream = self._streams.get(name)
         unary = self._unary.get(name)
         try:
-            _only(call, "POST")
             if stream is not None:
                 await stream(sandbox_id, call)
             elif unary is not None:
@@ -206,10 +199,3 @@ class E2b:
         if port != ENVD_PORT:
             raise errors.not_yet(f"traffic to port {port} of a sandbox")
         return sandbox_id
-
-
-def _only(call: Call, *methods: str) -> None:
-    if call.method not in methods:
-        raise WrongMethod(
-            f"{call.method} is not for {call.x.scope['path']}", remedy=f"It takes {' and '.join(methods)}."
-        )

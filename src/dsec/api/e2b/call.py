@@ -48,7 +48,7 @@ class Call:
         """Sandbox and port that a data-plane request names, or None."""
         sandbox_id = self.header(b"e2b-sandbox-id")
         if sandbox_id:
-            port = self.header(b"e2b-sandbox-port") or str(ENVD_PORT)
+            port = self.headers.get(b"e2b-sandbox-port", b"%d" % ENVD_PORT).decode("latin-1")
             if not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise InvalidRequest("E2b-Sandbox-Port is not a port")
             return sandbox_id, int(port)

@@ -115,17 +115,17 @@ class Control:
         if len(self._readings) > _READINGS:
             self._readings.popitem(last=False)
         used_s = max(0, usage.cpu_us - before_us) / 1e6
-        sample = {
-            "timestamp": models.timestamp(now),
-            "timestampUnix": int(now),
-            "cpuCount": math.ceil(info.spec.cpus),
-            "cpuUsedPct": round(100 * used_s / max(1e-3, now - before_at) / info.spec.cpus, 2),
-            "memUsed": usage.memory_bytes,
-            "memTotal": info.spec.memory_bytes,
-            "memCache": 0,
-            "diskUsed": usage.disk_bytes,
-            "diskTotal": usage.disk_limit_bytes or info.spec.disk_bytes,
-        }
+        sample = models.Sample(
+            timestamp=models.timestamp(now),
+            timestamp_unix=int(now),
+            cpu_count=math.ceil(info.spec.cpus),
+            cpu_used_pct=round(100 * used_s / max(1e-3, now - before_at) / info.spec.cpus, 2),
+            mem_used=usage.memory_bytes,
+            mem_total=info.spec.memory_bytes,
+            mem_cache=0,
+            disk_used=usage.disk_bytes,
+            disk_total=usage.disk_limit_bytes or info.spec.disk_bytes,
+        )
         await x.answer(200, [sample] if start <= now and int(now) <= end else [])
 
     async def list_sandboxes(self, call: Call, principal: Principal) -> None:
@@ -135,10 +135,10 @@ class Control:
         limit = x.value("limit", int, _MAX_LIMIT)
         if not 1 <= limit <= _MAX_LIMIT:
             raise InvalidRequest(f"limit is 1 to {_MAX_LIMIT}")
-        order = x.text("order") or "desc"
+        order = x.value("order", str, "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order is asc or desc")
-        states = (x.text("state") or "running").split(",")
+        states = x.value("state", str, "running").split(",")
         if not set(states) <= {"running", "paused"}:
             raise InvalidRequest("state is running, paused, or both with a comma")
         found = await self._matching(call, principal) if "running" in states else []
@@ -159,7 +159,7 @@ class Control:
         environment = self._config.environment(name)
         if all(known.name != environment for known in self._environments()):
             raise NotFound(f"there is no template {name[:200]!r}")
-        await call.x.answer(200, {"templateID": environment, "public": False})
+        await call.x.answer(200, models.TemplateAlias(environment))
 
     async def later(self, call: Call, verb: str) -> None:
         """Calls of later versions."""
@@ -227,7 +227,7 @@ def _decode(token: str) -> Cursor:
 
 def _instant(text: str | None) -> float:
     """RFC 3339 as seconds since the epoch; a plus that wasn't percent-encoded arrives as a space."""
-    if not text:
+    if text is None:
         return 0.0
     try:
         instant = datetime.fromisoformat(text.replace(" ", "+"))

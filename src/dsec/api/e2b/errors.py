@@ -7,9 +7,8 @@ and on the data plane 502 with "was not found", which is how the client tells it
 
 from __future__ import annotations
 
-from typing import Any
-
-from dsec.api.exchange import Exchange
+from dsec.api.e2b.models import RestError, RpcFailure
+from dsec.api.exchange import Exchange, headers_of
 from dsec.errors import (
     AdmissionTimeout,
     CreateFailed,
@@ -91,7 +90,7 @@ async def fail_unary(x: Exchange, error: DsecError | RpcError) -> None:
         await x.cut()
         return
     await x.drain()
-    await x.answer(code.http_status, {"code": code.value, "message": message})
+    await x.answer(code.http_status, RpcFailure(code, message))
 
 
 def rpc_error(error: DsecError | RpcError) -> tuple[Code, str]:
@@ -134,8 +133,7 @@ async def _answer(x: Exchange, status: int, message: str, error: DsecError) -> N
         await x.cut()
         return
     await x.drain()
-    headers: list[tuple[bytes, bytes]] = []
+    headers = headers_of(error)
     if status in _RETRIED:
         headers.append((b"should-retry", b"true" if error.retryable else b"false"))
-    body: dict[str, Any] = {"code": status, "message": message, "error_code": error.code}
-    await x.answer(status, body, *headers)
+    await x.answer(status, RestError(status, message, error.code), *headers)

@@ -22,6 +22,7 @@ from multipart import (  # type: ignore[import-untyped]
 
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import not_yet
+from dsec.api.e2b.models import WrittenFile
 from dsec.api.e2b.users import Users
 from dsec.api.exchange import Exchange
 from dsec.edge.client import EdgeClient
@@ -36,7 +37,7 @@ MAX_FILES = 100_000
 async def download(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) -> None:
     """GET /files?path[&username]"""
     x = call.x
-    x.check_query(*_ARGUMENTS)
+    _check(x)
     path, user = await users.path(sandbox_id, _path(x), _user(call))
     content = cast("AsyncGenerator[bytes]", edge.read_file(sandbox_id, path, user=user))
     async with aclosing(content):
@@ -52,16 +53,16 @@ async def download(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) 
 async def upload(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) -> None:
     """POST /files[?path][&username]: a form with one or many files, or one file's bytes."""
     x = call.x
-    x.check_query(*_ARGUMENTS)
+    _check(x)
     if any(name.startswith(b"x-metadata-") for name in call.headers):
         raise not_yet("metadata on files (X-Metadata-*)", "Write without metadata.")
-    written: list[dict[str, Any]] = []
+    written: list[WrittenFile] = []
 
     async def write(path: str, data: AsyncIterator[bytes]) -> None:
         raw, user = await users.path(sandbox_id, path, _user(call))
         await edge.write_file(sandbox_id, raw, data, user=user, parents=True)
         shown = raw.decode("utf-8", "replace")
-        written.append({"name": posixpath.basename(shown), "type": "file", "path": shown})
+        written.append(WrittenFile(posixpath.basename(shown), shown))
 
     body = _decompressed(call)
     if x.content_type == b"multipart/form-data":
@@ -87,6 +88,11 @@ async def upload(edge: EdgeClient, users: Users, sandbox_id: str, call: Call) ->
 
 def _name(path: bytes) -> bytes:
     return quote_from_bytes(posixpath.basename(path), safe="").encode()
+
+
+def _check(x: Exchange) -> None:
+    x.check_query(*_ARGUMENTS)
+    x.value("signature_expiration", int, 0)
 
 
 def _user(call: Call) -> str | None:

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from dsec.api.e2b.config import E2bConfig
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.spec.sandbox import MIB, SandboxInfo, SandboxSpec, State
+from dsec.wire.connect import Code
 
 ENVD_VERSION = "0.6.4"
 """What the client takes us for: it switches its features by this."""
@@ -24,6 +25,12 @@ DEFAULT_TIMEOUT_S = 300
 NEVER = "9999-12-31T23:59:59Z"
 
 Timeout = Annotated[int, Meta(ge=0, le=366 * 86400)]
+
+
+def _initials(name: str) -> str:
+    """As the client writes them: `sandboxID`, `memoryMB`, `endAt`."""
+    head, *rest = name.split("_")
+    return head + "".join(part.upper() if part in ("id", "mb") else part.capitalize() for part in rest)
 
 
 class AutoResume(Struct):
@@ -127,46 +134,139 @@ def _later(what: str) -> Unsupported:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def created(info: SandboxInfo, token: str, config: E2bConfig) -> dict[str, Any]:
+class RestError(Struct, frozen=True):
+    """An error, but of an RPC that was understood."""
+
+    code: int
+    """The HTTP status."""
+    message: str
+    error_code: str
+    """Ours: see docs/errors.md."""
+
+
+class RpcFailure(Struct, frozen=True):
+    """The error of a unary RPC."""
+
+    code: Code
+    message: str
+
+
+class Opened(Struct, frozen=True, kw_only=True, rename=_initials, omit_defaults=True):
     """Answer to a creation or connect."""
-    answer = {
-        "templateID": info.spec.environment,
-        "alias": info.spec.environment,
-        "sandboxID": info.id,
-        "clientID": CLIENT_ID,
-        "envdVersion": ENVD_VERSION,
-        "envdAccessToken": token,
-    }
-    if config.domain is not None:
-        answer["domain"] = config.domain
-    return answer
+
+    template_id: str
+    alias: str
+    sandbox_id: str
+    client_id: str
+    envd_version: str
+    envd_access_token: str
+    domain: str | None = None
 
 
-def listed(info: SandboxInfo) -> dict[str, Any]:
+class Listed(Struct, frozen=True, kw_only=True, rename=_initials, omit_defaults=True):
     """An item of a list."""
+
+    template_id: str
+    alias: str
+    sandbox_id: str
+    client_id: str
+    started_at: str
+    end_at: str
+    envd_version: str
+    cpu_count: int
+    memory_mb: int
+    disk_size_mb: int
+    state: str
+    metadata: dict[str, str]
+
+
+class Lifecycle(Struct, frozen=True, rename="camel"):
+    on_timeout: str = "kill"
+    auto_resume: bool = False
+
+
+class Detailed(Listed, frozen=True, kw_only=True, rename=_initials, omit_defaults=True):
+    """Answer to an info call."""
+
+    envd_access_token: str
+    allow_internet_access: bool
+    lifecycle: Lifecycle
+    domain: str | None = None
+
+
+class Sample(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What a sandbox used at a moment; bytes."""
+
+    timestamp: str
+    timestamp_unix: int
+    cpu_count: int
+    cpu_used_pct: float
+    mem_used: int
+    mem_total: int
+    mem_cache: int
+    disk_used: int
+    disk_total: int
+
+
+class TemplateAlias(Struct, frozen=True):
+    """Answer to the question for a template's name."""
+
+    template_id: str = msgspec.field(name="templateID")
+    public: bool = False
+
+
+class WrittenFile(Struct, frozen=True):
+    """One file of an upload."""
+
+    name: str
+    path: str
+    type: str = "file"
+
+
+def created(info: SandboxInfo, token: str, config: E2bConfig) -> Opened:
+    """Answer to a creation or connect."""
+    return Opened(
+        template_id=info.spec.environment,
+        alias=info.spec.environment,
+        sandbox_id=info.id,
+        client_id=CLIENT_ID,
+        envd_version=ENVD_VERSION,
+        envd_access_token=token,
+        domain=config.domain,
+    )
+
+
+def listed(info: SandboxInfo) -> Listed:
+    """An item of a list."""
+    return Listed(**_listed(info))
+
+
+def detailed(info: SandboxInfo, token: str, config: E2bConfig) -> Detailed:
+    """Answer to an info call."""
+    return Detailed(
+        **_listed(info),
+        envd_access_token=token,
+        allow_internet_access=False,
+        lifecycle=Lifecycle(),
+        domain=config.domain,
+    )
+
+
+def _listed(info: SandboxInfo) -> dict[str, Any]:
     return {
-        "templateID": info.spec.environment,
+        "template_id": info.spec.environment,
         "alias": info.spec.environment,
-        "sandboxID": info.id,
-        "clientID": CLIENT_ID,
-        "startedAt": timestamp(info.created_at),
-        "endAt": NEVER if info.expires_at is None else timestamp(info.expires_at),
-        "envdVersion": ENVD_VERSION,
-        "cpuCount": math.ceil(info.spec.cpus),
-        "memoryMB": info.spec.memory_bytes // MIB,
-        "diskSizeMB": info.spec.disk_bytes // MIB,
+        "sandbox_id": info.id,
+        "client_id": CLIENT_ID,
+        "started_at": timestamp(info.created_at),
+        "end_at": NEVER if info.expires_at is None else timestamp(info.expires_at),
+        "envd_version": ENVD_VERSION,
+        "cpu_count": math.ceil(info.spec.cpus),
+        "memory_mb": info.spec.memory_bytes // MIB,
+        "disk_size_mb": info.spec.disk_bytes // MIB,
         "state": "running",
         "metadata": info.spec.labels,
     }
-
-
-def detailed(info: SandboxInfo, token: str, config: E2bConfig) -> dict[str, Any]:
-    """Answer to an info call."""
-    answer = {**listed(info), "envdAccessToken": token, "allowInternetAccess": False}
-    answer["lifecycle"] = {"onTimeout": "kill", "autoResume": False}
-    if config.domain is not None:
-        answer["domain"] = config.domain
-    return answer
 
 
 def alive(info: SandboxInfo) -> bool:

@@ -84,7 +84,7 @@ class InputRequest(Struct):
     input: Input
 
 
-class SignalRequest(Struct):
+class ProcessSignal(Struct):
     process: Selector
     signal: str | int = ""
 
@@ -106,8 +106,24 @@ class StreamItem(Struct):
     keepalive: dict[str, Any] | None = None
 
 
-class Empty(Struct):
+class Nothing(Struct):
     pass
+
+
+class RunningConfig(Struct, frozen=True):
+    cmd: str
+    args: list[str]
+
+
+class RunningProcess(Struct, frozen=True):
+    pid: int
+    config: RunningConfig
+
+
+class Running(Struct, frozen=True):
+    """Answer to List."""
+
+    processes: list[RunningProcess]
 
 
 class ProcessService:
@@ -154,23 +170,23 @@ class ProcessService:
             deadline_s=timeout_s,
         )
 
-    async def list(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def list(self, sandbox_id: str, call: Call) -> Running:
         """Running commands."""
-        await rpc.unary(call.x, Empty)
-        return {
-            "processes": [
-                {"pid": each.pid, "config": {"cmd": "".join(argv[:1]), "args": argv[1:]}}
+        await rpc.unary(call.x, Nothing)
+        return Running(
+            [
+                RunningProcess(each.pid, RunningConfig("".join(argv[:1]), argv[1:]))
                 for each in self._edge.processes(sandbox_id)
                 for argv in [[text_of(os.fsencode(argument)) for argument in each.argv]]
             ]
-        }
+        )
 
-    async def send_input(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def send_input(self, sandbox_id: str, call: Call) -> Nothing:
         """Bytes for stdin or a terminal."""
         request = await rpc.unary(call.x, InputRequest)
         execution = await self._find(sandbox_id, _pid(request.process))
         await execution.write_stdin(_bytes(request.input))
-        return {}
+        return Nothing()
 
     async def stream_input(self, sandbox_id: str, call: Call) -> None:
         """The same, many times in one request."""
@@ -186,15 +202,15 @@ class ProcessService:
                     await execution.write_stdin(_bytes(item.data.input))
         await rpc.finish_single(call.x, {})
 
-    async def close_stdin(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def close_stdin(self, sandbox_id: str, call: Call) -> Nothing:
         """End of input."""
         request = await rpc.unary(call.x, SelectRequest)
         await (await self._find(sandbox_id, _pid(request.process))).close_stdin()
-        return {}
+        return Nothing()
 
-    async def send_signal(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def send_signal(self, sandbox_id: str, call: Call) -> Nothing:
         """SIGKILL ends all that the command started; SIGTERM goes to its process group."""
-        request = await rpc.unary(call.x, SignalRequest)
+        request = await rpc.unary(call.x, ProcessSignal)
         name = str(request.signal)
         number = _SIGNALS.get(name) or (signals.SIGTERM if name == "15" else None)
         if number is None:
@@ -202,16 +218,16 @@ class ProcessService:
         execution = await self._find(sandbox_id, _pid(request.process))
         scope = "all" if number is signals.SIGKILL else "group"
         await self._edge.signal(sandbox_id, execution.key, int(number), scope)
-        return {}
+        return Nothing()
 
-    async def update(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def update(self, sandbox_id: str, call: Call) -> Nothing:
         """The size of a terminal."""
         request = await rpc.unary(call.x, UpdateRequest)
         execution = await self._find(sandbox_id, _pid(request.process))
         if request.pty is not None:
             size = request.pty.size
             await self._edge.resize(sandbox_id, execution.key, size.cols, size.rows)
-        return {}
+        return Nothing()
 
     async def _find(self, sandbox_id: str, pid: int) -> Execution:
         try:

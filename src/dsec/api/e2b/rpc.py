@@ -31,7 +31,7 @@ _encode_json = msgspec.json.Encoder().encode
 def decode(data: bytes, kind: type[T]) -> T:
     """A message from JSON. Raises `InvalidRequest`."""
     try:
-        return msgspec.json.decode(data or b"{}", type=kind, strict=False)
+        return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from dsec.api.e2b import rpc
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.errors import GONE, RpcError
-from dsec.api.e2b.filesystem import FilesystemService, text_of
+from dsec.api.e2b.filesystem import Entry, FilesystemService, text_of
 from dsec.api.e2b.users import Users
 from dsec.edge.client import EdgeClient, FileWatch
 from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, PermissionDenied
@@ -51,6 +51,20 @@ class WatcherRequest(Struct, rename="camel"):
     watcher_id: str = ""
 
 
+class SeenEvent(Struct, frozen=True, omit_defaults=True):
+    """An event in the client's terms."""
+
+    name: str
+    type: str
+    entry: Entry | None = None
+
+
+class Seen(Struct, frozen=True):
+    """Answer to GetWatcherEvents."""
+
+    events: list[SeenEvent]
+
+
 class _Watcher:
     """A watch that collects until it is asked."""
 
@@ -58,7 +72,7 @@ class _Watcher:
 
     def __init__(self, sandbox_id: str) -> None:
         self.sandbox_id = sandbox_id
-        self.events: list[dict[str, Any]] = []
+        self.events: list[SeenEvent] = []
         self.lost = False
         self.error: DsecError | RpcError | None = None
         self.asked_at = time.monotonic()
@@ -96,7 +110,7 @@ class WatcherService:
 
         await rpc.stream(call, events(), _encode, keepalive=KEEPALIVE, deadline_s=timeout_s)
 
-    async def create(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def create(self, sandbox_id: str, call: Call) -> WatcherRequest:
         """Begin to collect."""
         request = await rpc.unary(call.x, WatchRequest)
         self._forget()
@@ -106,9 +120,9 @@ class WatcherService:
         watcher, watcher_id = _Watcher(sandbox_id), secrets.token_hex(8)
         watcher.task = asyncio.create_task(self._collect(watcher, watch, path, user, request.include_entry))
         self._watchers[watcher_id] = watcher
-        return {"watcherId": watcher_id}
+        return WatcherRequest(watcher_id)
 
-    async def events(self, sandbox_id: str, call: Call) -> dict[str, Any]:
+    async def events(self, sandbox_id: str, call: Call) -> Seen:
         """What was collected since the last time."""
         watcher = self._find(sandbox_id, (await rpc.unary(call.x, WatcherRequest)).watcher_id)
         watcher.asked_at = time.monotonic()
@@ -121,7 +135,7 @@ class WatcherService:
         if watcher.error is not None and not watcher.events:
             raise watcher.error
         events, watcher.events = watcher.events, []
-        return {"events": events}
+        return Seen(events)
 
     async def remove(self, sandbox_id: str, call: Call) -> dict[str, Any]:
         """Stop collecting."""
@@ -147,17 +161,15 @@ class WatcherService:
 
     async def _read(
         self, watch: FileWatch, sandbox_id: str, path: bytes, user: str | None, with_entry: bool
-    ) -> AsyncGenerator[dict[str, Any]]:
+    ) -> AsyncGenerator[SeenEvent]:
         """Events in the client's terms. Raises `RpcError` where some were lost."""
         async for event in watch:
             for name, kind in _client_events(event):
-                shown: dict[str, Any] = {"name": text_of(os.fsencode(name)), "type": kind}
+                entry = None
                 if with_entry:
                     with suppress(FileMissing, FileError, PermissionDenied):
-                        shown["entry"] = await self._files.entry(
-                            sandbox_id, posixpath.join(path, os.fsencode(name)), user
-                        )
-                yield shown
+                        entry = await self._files.entry(sandbox_id, posixpath.join(path, os.fsencode(name)), user)
+                yield SeenEvent(text_of(os.fsencode(name)), kind, entry)
 
     async def _collect(
         self, watcher: _Watcher, watch: FileWatch, path: bytes, user: str | None, with_entry: bool
