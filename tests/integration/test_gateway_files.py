@@ -169,3 +169,12 @@ async def test_options_that_are_wrong_are_refused(front: Front) -> None:
     for permission, options in (("go", {"before": "x"}), ("apt", {"before": "2022-01-01"}), ("apt", {"suites": "x"})):
         with pytest.raises(InvalidRequest):
             front.grant(permission, **options)
+
+
+async def test_permissions_add_up(front: Front) -> None:
+    front.grant("go", before="2021-06-01", allow=["mod.example/Thing"])
+    assert (await front.get(f"{GO}/@v/list"))[1].split() == [b"v1.0.0", b"v2.0.0-rc.1"]
+    front.also("go:mod.example", deny=["mod.example/Thing@v1.10.0"])
+    assert (await front.get(f"{GO}/@v/list"))[1].split() == [b"v1.0.0", b"v1.9.0", b"v2.0.0-rc.1"]
+    front.grant("go:mod.example/Other")
+    assert (await front.get(f"{GO}/@v/list"))[0] == 403

@@ -22,7 +22,6 @@ class Repositories:
     """`org/repo` with two commits on main, a branch and tags; `org/other` with one."""
 
     def __init__(self, top: Path) -> None:
-        self.server = GitServer(top / "served")
         self.origin, self.clone = bare(top / "served", "org/repo.git")
         self.first = commit(self.clone, "a", "1", "2021-01-01T00:00:00Z")
         subprocess.run(["git", "tag", "v1"], cwd=self.clone, check=True)
@@ -32,11 +31,22 @@ class Repositories:
         _, other = bare(top / "served", "org/other.git")
         commit(other, "c", "3", "2021-01-01T00:00:00Z")
         push(other)
+        (top / "served/org/repo").symlink_to("repo.git")
+
+    def begin(self) -> None:
+        """For one test, which may add but not take away."""
+        self.server = GitServer(self.origin.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Repositories:
+    return Repositories(tmp_path_factory.mktemp("git") / "upstream")
 
 
 @pytest.fixture
-def repositories(tmp_path: Path) -> Repositories:
-    return Repositories(tmp_path / "upstream")
+def repositories(made: Repositories) -> Repositories:
+    made.begin()
+    return made
 
 
 @pytest.fixture
@@ -66,7 +76,6 @@ def log(tree: Path) -> list[str]:
 
 @pytest.mark.parametrize("url", [URL, f"{URL}.git", "git@git.example:org/repo.git", "ssh://git@git.example/org/repo"])
 async def test_git_clones(front: Front, repositories: Repositories, tmp_path: Path, url: str) -> None:
-    repositories.server.top.joinpath("org/repo").symlink_to("repo.git")
     front.grant("git:git.example/org/repo")
     code, output = await git(front, tmp_path, "clone", "-q", url, "tree")
     assert code == 0, output
@@ -153,20 +162,20 @@ async def test_only_the_refs_of_the_permission_exist(front: Front, repositories:
 
 
 async def test_a_pinned_branch_ends_at_its_commit(front: Front, repositories: Repositories, tmp_path: Path) -> None:
-    front.grant("git:git.example/org/repo", pins={"refs/heads/main": repositories.first})
-    code, output = await git(front, tmp_path, "clone", "-q", f"{URL}.git", "tree")
+    front.grant("git:git.example/org/repo", pins={"refs/heads/fix": repositories.first})
+    code, output = await git(front, tmp_path, "clone", "-q", "--branch", "fix", f"{URL}.git", "tree")
     assert code == 0, output
     tree = tmp_path / "tree"
     assert log(tree) == [repositories.first]
     _, output = await git(front, tree, "ls-remote", "origin")
     assert repositories.second not in output
-    for wanted in (repositories.second, "fix", "v2", "refs/tags/v2:refs/tags/v2"):
+    for wanted in (repositories.second, "main", "v2", "refs/tags/v2:refs/tags/v2"):
         code, output = await git(front, tree, "fetch", "origin", wanted)
         assert code != 0, wanted
     code, _ = await git(front, tree, "cat-file", "-e", repositories.second)
     assert code != 0
     commit(repositories.clone, "later", "4", "2024-05-05T00:00:00Z")
-    push(repositories.clone)
+    push(repositories.clone, "HEAD:refs/heads/fix")
     code, output = await git(front, tree, "fetch", "-q", "origin")
     assert code == 0, output
     assert log(tree) == [repositories.first]

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from dsec.egress.box import Box, Host
 from dsec.egress.flight import Flight
-from dsec.egress.gateway import Gateway, Visit
+from dsec.egress.gateway import Gateway, Grant, Visit
 from dsec.egress.meters import Bucket, Limits, Totals
 from dsec.egress.resolver import Resolver
 from dsec.plan.egress import EMPTY, Policy, compile_policy
@@ -66,7 +66,10 @@ class Egress:
             self.registry.check(network)
             if len(self._compiled) >= _COMPILED:
                 self._compiled.pop(next(iter(self._compiled)))
-            found = self._compiled[key] = compile_policy(network, self.registry)
+            found = compile_policy(network, self.registry)
+            for grant in found.gateways:
+                self.gateways[grant.kind].check(Grant(grant.permission, grant.kind, grant.argument, grant.options))
+            self._compiled[key] = found
         return found
 
     # --- sandboxes ---

@@ -22,7 +22,7 @@ from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
 from dsec.egress.gateways.cache import Item
 from dsec.egress.gateways.config import Upstream, default_go
 from dsec.egress.gateways.paths import spell
-from dsec.egress.gateways.semver import Rule, Rules, order
+from dsec.egress.gateways.semver import Either, Rule, Rules, order
 
 HOST = "go.dsec"
 AT_ONCE = 16
@@ -46,9 +46,10 @@ class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.rules()
 
-    def rules(self) -> Rules:
-        """Raises `ValueError`."""
+    def rules(self, below: str = "") -> Rules:
+        """`below`: only this module and those below its path. Raises `ValueError`."""
         return Rules(
+            below=below,
             before=None if self.before is None else instant(self.before),
             allow=None if self.allow is None else [Rule.read(each) for each in self.allow],
             deny=[Rule.read(each) for each in self.deny],
@@ -68,7 +69,7 @@ class GoGateway(BaseGateway):
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
-        rules = self.read_options(call.grant, GoOptions).rules()
+        rules = Either([self.read_options(each, GoOptions).rules(each.argument) for each in call.visit.grants])
         path = call.path()
         if not all(_PART.fullmatch(part.replace("@", "")) for part in path):
             raise missing("not a path of the module proxy protocol")
@@ -93,7 +94,7 @@ class GoGateway(BaseGateway):
             **({} if self._shared.config.go_checksums else {"GOSUMDB": "off"}),
         }
 
-    def _module(self, call: Call, rules: Rules, module: list[str]) -> str:
+    def _module(self, call: Call, rules: Either, module: list[str]) -> str:
         """A module's real name, if it may be had. Raises `Refusal`."""
         name = re.sub("!([a-z])", lambda found: found[1].upper(), "/".join(module))
         if not rules.package(name):
@@ -101,7 +102,7 @@ class GoGateway(BaseGateway):
         call.noted["module"] = name
         return name
 
-    async def _versions(self, call: Call, rules: Rules, module: list[str]) -> list[str]:
+    async def _versions(self, call: Call, rules: Either, module: list[str]) -> list[str]:
         """The versions that are shown."""
         name = self._module(call, rules, module)
         text = await self._read(call, [*module, "@v", "list"])
@@ -110,7 +111,7 @@ class GoGateway(BaseGateway):
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def shown(version: str) -> bool:
-            if rules.before is None:
+            if not rules.dated:
                 return rules.hidden(name, version, None) is None
             async with gate:
                 try:
@@ -122,7 +123,7 @@ class GoGateway(BaseGateway):
         keep = await asyncio.gather(*(shown(version) for version in versions))
         return [version for version, kept in zip(versions, keep, strict=True) if kept]
 
-    async def _latest(self, call: Call, rules: Rules, module: list[str]) -> web.StreamResponse:
+    async def _latest(self, call: Call, rules: Either, module: list[str]) -> web.StreamResponse:
         name = self._module(call, rules, module)
         info: dict[str, Any] = msgspec.json.decode(await self._read(call, [*module, "@latest"]))
         if rules.hidden(name, str(info.get("Version")), moment(info.get("Time"))) is not None:
@@ -134,16 +135,16 @@ class GoGateway(BaseGateway):
             info = await self._info(call, module, max(versions)[2])
         return await self._plain(call, msgspec.json.encode(info).decode(), "application/json")
 
-    async def _check(self, call: Call, rules: Rules, module: list[str], version: str) -> None:
+    async def _check(self, call: Call, rules: Either, module: list[str], version: str) -> None:
         """Raises `Refusal` where a version is hidden."""
         name = self._module(call, rules, module)
         published = None
-        if rules.before is not None:
+        if rules.dated:
             published = moment((await self._info(call, module, version)).get("Time"))
         if why := rules.hidden(name, version, published):
             raise forbidden(call.permission, f"{name}@{version} is hidden: {why}")
 
-    async def _checksums(self, call: Call, rules: Rules, path: list[str]) -> web.StreamResponse:
+    async def _checksums(self, call: Call, rules: Either, path: list[str]) -> web.StreamResponse:
         if path[2] == "lookup":
             found = _LOOKUP.fullmatch("/".join(path[3:]))
             if found is None:

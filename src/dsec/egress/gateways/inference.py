@@ -120,6 +120,11 @@ class InferenceGateway(BaseGateway):
             document["stream_options"] = {**(given if isinstance(given, dict) else {}), "include_usage": True}
         return msgspec.json.encode(document)
 
+    def target(self, grant: Grant) -> str:
+        """The one endpoint that there is, where none is named."""
+        endpoints = list(self._shared.config.inference)
+        return super().target(grant) or (endpoints[0] if len(endpoints) == 1 else "")
+
     def environment(self, grants: Sequence[Grant]) -> Mapping[str, str]:
         """The first one's address is what the usual clients read; each has a variable of its own."""
         variables: dict[str, str] = {}

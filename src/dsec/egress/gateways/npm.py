@@ -21,7 +21,7 @@ from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant
 from dsec.egress.gateways.config import Upstream, default_npm
 from dsec.egress.gateways.packument import ABBREVIATED, abbreviated, filtered, linked
 from dsec.egress.gateways.paths import BadPath, segments, spell
-from dsec.egress.gateways.semver import Rule, Rules
+from dsec.egress.gateways.semver import Either, Rule, Rules
 
 HOST = "npm.dsec"
 _PART = re.compile(r"[A-Za-z0-9_~!*'()-][A-Za-z0-9._~!*'()-]{0,213}")
@@ -63,7 +63,7 @@ class NpmGateway(BaseGateway):
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
-        rules = self.read_options(call.grant, NpmOptions).rules()
+        rules = Either([self.read_options(each, NpmOptions).rules() for each in call.visit.grants])
         try:
             # Clients write a scope's slash encoded: the one encoded slash that means something.
             path = segments(_SCOPED.sub(r"\1/", call.request.rel_url.raw_path, count=1))
@@ -96,7 +96,7 @@ class NpmGateway(BaseGateway):
             "YARN_UNSAFE_HTTP_WHITELIST": HOST,
         }
 
-    async def _packument(self, call: Call, rules: Rules, name: str) -> web.StreamResponse:
+    async def _packument(self, call: Call, rules: Either, name: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name)
         call.noted |= {"package": name, "hidden": len(hidden)}
         if hidden and not document["versions"]:
@@ -107,7 +107,7 @@ class NpmGateway(BaseGateway):
         kind = ABBREVIATED if short else "application/json"
         return await call.page(msgspec.json.encode(document), {"Content-Type": kind, "Vary": "Accept"})
 
-    async def _manifest(self, call: Call, rules: Rules, name: str, version: str) -> web.StreamResponse:
+    async def _manifest(self, call: Call, rules: Either, name: str, version: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name)
         version = document["dist-tags"].get(version, version)
         if version in hidden:
@@ -118,7 +118,7 @@ class NpmGateway(BaseGateway):
         manifest = _local(name, document)["versions"][version]
         return await call.page(msgspec.json.encode(manifest), {"Content-Type": "application/json"})
 
-    async def _tarball(self, call: Call, rules: Rules, name: str, filename: str) -> web.StreamResponse:
+    async def _tarball(self, call: Call, rules: Either, name: str, filename: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name, everything=True)
         for version, manifest in document["versions"].items():
             url = URL(str(manifest["dist"].get("tarball", "")), encoded=True)
@@ -147,7 +147,7 @@ class NpmGateway(BaseGateway):
         return self._found
 
     async def _shown(
-        self, call: Call, rules: Rules, name: str, *, everything: bool = False
+        self, call: Call, rules: Either, name: str, *, everything: bool = False
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """A package as the rules show it (or all of it), and why which version is hidden."""
         if not rules.package(name):
@@ -157,7 +157,7 @@ class NpmGateway(BaseGateway):
         base = URL(upstream.url)
         url = base.with_path(base.raw_path.rstrip("/") + "/" + parts[0], encoded=True)
         # Without a date the short form does, which for old packages is a tenth of the full one.
-        short = rules.before is None and ABBREVIATED in call.request.headers.get("Accept", "")
+        short = not rules.dated and ABBREVIATED in call.request.headers.get("Accept", "")
         accept = ABBREVIATED if short else "application/json"
         body, _ = await self.read_page(
             call, upstream, url, {"Accept": accept}, missing_text=f"the registry has no package {name}"
@@ -167,7 +167,7 @@ class NpmGateway(BaseGateway):
         except msgspec.MsgspecError as error:
             raise UpstreamError(f"not a description of a package: {error}") from error
         shown, hidden = filtered(document, name, rules)
-        return (filtered(document, name, Rules())[0] if everything else shown), hidden
+        return (filtered(document, name, None)[0] if everything else shown), hidden
 
 
 def _split(path: list[str]) -> tuple[str | None, list[str]]:

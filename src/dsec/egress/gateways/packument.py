@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsec.egress.gateways.base import moment
-from dsec.egress.gateways.semver import Rules, order
+from dsec.egress.gateways.semver import Either, order
 
 ABBREVIATED = "application/vnd.npm.install-v1+json"
 
@@ -35,8 +35,8 @@ _KEPT = [
 ]
 
 
-def filtered(document: Mapping[str, Any], name: str, rules: Rules) -> tuple[dict[str, Any], dict[str, str]]:
-    """A packument as the rules show it, and why which version is hidden."""
+def filtered(document: Mapping[str, Any], name: str, rules: Either | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """A packument as the rules show it (None: all of it), and why which version is hidden."""
     given = document.get("time")
     times: dict[str, Any] = given if isinstance(given, dict) else {}
     versions = document.get("versions")
@@ -44,7 +44,7 @@ def filtered(document: Mapping[str, Any], name: str, rules: Rules) -> tuple[dict
     for version, manifest in versions.items() if isinstance(versions, dict) else ():
         if not isinstance(manifest, dict) or not isinstance(manifest.get("dist"), dict):
             continue
-        why = rules.hidden(name, version, moment(times.get(version)))
+        why = rules.hidden(name, version, moment(times.get(version))) if rules is not None else None
         if why is None:
             shown[version] = manifest
         else:

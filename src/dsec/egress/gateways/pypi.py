@@ -62,7 +62,7 @@ class PypiGateway(BaseGateway):
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
-        rules = self.read_options(call.grant, PypiOptions).rules()
+        rules = simple.Either([self.read_options(each, PypiOptions).rules() for each in call.visit.grants])
         match call.path():
             case ["simple", project] | ["simple", project, ""] if project:
                 return await self._page(call, rules, project)
@@ -85,10 +85,11 @@ class PypiGateway(BaseGateway):
             "PIPENV_PYPI_MIRROR": index,
         }
 
-    async def _projects(self, call: Call, rules: simple.Rules) -> web.StreamResponse:
-        if rules.allow is None:
+    async def _projects(self, call: Call, rules: simple.Either) -> web.StreamResponse:
+        listed = [each.allow for each in rules.rules]
+        if None in listed:
             raise missing("the list of all projects isn't served: ask for a project's page")
-        names = sorted({rule.name for rule in rules.allow if rules.project(rule.name)})
+        names = sorted({rule.name for allow in listed for rule in allow or () if rules.project(rule.name)})
         if simple.JSON_TYPE in call.request.headers.get("Accept", ""):
             body = {"meta": {"api-version": "1.0"}, "projects": [{"name": name} for name in names]}
             return await call.page(msgspec.json.encode(body), {"Content-Type": simple.JSON_TYPE, "Vary": "Accept"})
@@ -96,7 +97,7 @@ class PypiGateway(BaseGateway):
         page = f"<!DOCTYPE html>\n<html><body>\n{links}\n</body></html>\n"
         return await call.page(page.encode(), {"Content-Type": "text/html; charset=utf-8", "Vary": "Accept"})
 
-    async def _page(self, call: Call, rules: simple.Rules, project: str) -> web.StreamResponse:
+    async def _page(self, call: Call, rules: simple.Either, project: str) -> web.StreamResponse:
         page, hidden = await self._shown(call, rules, _name(project))
         if hidden and not page.files:
             reasons = "; ".join(dict.fromkeys(list(hidden.values())[-3:]))
@@ -111,7 +112,7 @@ class PypiGateway(BaseGateway):
             return await call.page(simple.render_json(page, link), {**headers, "Content-Type": simple.JSON_TYPE})
         return await call.page(simple.render_html(page, link), {**headers, "Content-Type": "text/html; charset=utf-8"})
 
-    async def _file(self, call: Call, rules: simple.Rules, project: str, filename: str) -> web.StreamResponse:
+    async def _file(self, call: Call, rules: simple.Either, project: str, filename: str) -> web.StreamResponse:
         if not _FILE.fullmatch(filename):
             raise missing(f"{project} has no such file")
         page, hidden = await self._shown(call, rules, _name(project))
@@ -145,7 +146,7 @@ class PypiGateway(BaseGateway):
             raise broken(call.permission, "no package index is configured on this node")
         return self._found
 
-    async def _shown(self, call: Call, rules: simple.Rules, project: str) -> tuple[simple.Page, dict[str, str]]:
+    async def _shown(self, call: Call, rules: simple.Either, project: str) -> tuple[simple.Page, dict[str, str]]:
         """A project's page as the rules show it, and why which of its files is hidden."""
         if not rules.project(project):
             raise forbidden(call.permission, f"it doesn't include the project {project}")
@@ -159,7 +160,7 @@ class PypiGateway(BaseGateway):
         except simple.BadPage as error:
             raise UpstreamError(str(error)) from error
         times = {file.filename: moment(file.upload_time) for file in page.files}
-        if rules.before is not None and None in times.values():
+        if rules.dated and None in times.values():
             times |= {name: at for name, at in (await self._times(call, upstream, project)).items() if at}
         hidden, shown = {}, []
         for file in page.files:

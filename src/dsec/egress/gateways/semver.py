@@ -59,14 +59,18 @@ class Rule(Struct, frozen=True):
 
 
 class Rules(Struct, frozen=True):
-    """What of a registry is shown."""
+    """What of a registry one permission shows."""
 
     before: datetime | None = None
     allow: Sequence[Rule] | None = None
     deny: Sequence[Rule] = ()
+    below: str = ""
+    """Only this one and those whose names begin with it and a slash."""
 
     def package(self, name: str) -> bool:
         """Whether anything of a package can be shown."""
+        if self.below and not f"{name}/".startswith(f"{self.below}/"):
+            return False
         if any(rule.names(name) and not rule.operator for rule in self.deny):
             return False
         return self.allow is None or any(rule.names(name) for rule in self.allow)
@@ -85,3 +89,23 @@ class Rules(Struct, frozen=True):
             if published >= self.before:
                 return f"published on {published.date()}, not before {self.before.isoformat()}"
         return None
+
+
+class Either(Struct, frozen=True):
+    """What several permissions show together."""
+
+    rules: Sequence[Rules]
+
+    @property
+    def dated(self) -> bool:
+        """Whether dates matter."""
+        return any(each.before is not None for each in self.rules)
+
+    def package(self, name: str) -> bool:
+        """As `Rules.package`."""
+        return any(each.package(name) for each in self.rules)
+
+    def hidden(self, name: str, version: str, published: datetime | None) -> str | None:
+        """As `Rules.hidden`: the first one's reason."""
+        reasons = [each.hidden(name, version, published) for each in self.rules if each.package(name)]
+        return None if None in reasons else next(iter(reasons), "denied")

@@ -189,7 +189,7 @@ class Rule(Struct, frozen=True):
 
 
 class Rules(Struct, frozen=True):
-    """What of an index is shown."""
+    """What of an index one permission shows."""
 
     before: datetime | None = None
     allow: Sequence[Rule] | None = None
@@ -216,3 +216,23 @@ class Rules(Struct, frozen=True):
             if uploaded >= self.before:
                 return f"uploaded on {uploaded.date()}, not before {self.before.isoformat()}"
         return None
+
+
+class Either(Struct, frozen=True):
+    """What several permissions show together."""
+
+    rules: Sequence[Rules]
+
+    @property
+    def dated(self) -> bool:
+        """Whether dates matter."""
+        return any(each.before is not None for each in self.rules)
+
+    def project(self, name: str) -> bool:
+        """As `Rules.project`."""
+        return any(each.project(name) for each in self.rules)
+
+    def hidden(self, name: str, file: File, uploaded: datetime | None) -> str | None:
+        """As `Rules.hidden`: the first one's reason."""
+        reasons = [each.hidden(name, file, uploaded) for each in self.rules if each.project(name)]
+        return None if None in reasons else next(iter(reasons), "denied")
