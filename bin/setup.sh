@@ -2,6 +2,7 @@
 #
 #   . bin/setup.sh server    Debian packages that the server needs, and .venv with the project in it
 #   . bin/setup.sh peers     also the sandbox tools that `dsec bench` compares with
+#   . bin/setup.sh tests     also the registry that tests import images from
 #
 # Sets DSEC_ROOT (the checkout) and DSEC_PYTHON. What it installs from Debian goes into the ledger that `dsec host undo` reads.
 # shellcheck shell=bash
@@ -25,7 +26,10 @@ _dsec_packages() {
     command -v mmdebstrap >/dev/null || missing+=(mmdebstrap)
     command -v mkfs.erofs >/dev/null || missing+=(erofs-utils)
     command -v mkfs.btrfs >/dev/null || missing+=(btrfs-progs)
-    if [ "$1" = peers ]; then
+    if [ "$1" = tests ]; then
+        command -v docker-registry >/dev/null || missing+=(docker-registry)
+    fi
+    if [ "$1" = peers ] || [ "$1" = tests ]; then
         command -v crun >/dev/null || missing+=(crun)
         command -v runc >/dev/null || missing+=(runc)
         command -v bwrap >/dev/null || missing+=(bubblewrap)
