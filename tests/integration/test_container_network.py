@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from network_kit import Box, NetworkWatch, box_of, make, open_backend, spec, until
+from network_kit import Box, NetworkWatch, box_of, make, open_backend, spec, tracked_connections, until
 
 from dsec.backends.container.backend import ContainerBackend
 from dsec.errors import Unavailable, Unsupported
@@ -176,6 +176,7 @@ async def test_a_thousand_connections_at_once(backend: ContainerBackend) -> None
         )
         await until(lambda: len(box.outside.held) == 1000)
         assert {port for _, port in box.outside.seen} == set(range(1000, 2000))
+        assert tracked_connections(box.instance.pid) == 0, "the host has one table for all, which this must not fill"
         for connection in box.outside.held:
             connection.send(b"hello")
         assert await dialog == "1000"

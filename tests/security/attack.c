@@ -46,7 +46,7 @@ static const struct {
     CALL(prctl), CALL(seccomp), CALL(syslog), CALL(mknodat), CALL(symlinkat), CALL(linkat), CALL(fchownat), CALL(fchmodat),
     CALL(mkdirat), CALL(renameat), CALL(setxattr), CALL(lsetxattr), CALL(unlinkat), CALL(getuid), CALL(geteuid), CALL(setuid), CALL(setresuid), CALL(setgroups), CALL(sethostname),
     CALL(setdomainname), CALL(setpriority), CALL(sched_setscheduler), CALL(ioprio_set), CALL(setrlimit), CALL(prlimit64), CALL(capset),
-    CALL(memfd_create), CALL(fchmod), CALL(ftruncate), CALL(inotify_init1), CALL(pipe2), CALL(fcntl), CALL(bind), CALL(connect), CALL(lookup_dcookie),
+    CALL(memfd_create), CALL(fchmod), CALL(ftruncate), CALL(inotify_init1), CALL(pipe2), CALL(fcntl), CALL(bind), CALL(listen), CALL(connect), CALL(lookup_dcookie),
     CALL(kcmp), CALL(move_pages), CALL(getdents64), CALL(nfsservctl), CALL(mlock), CALL(dup), CALL(fchdir), CALL(sysinfo), CALL(chdir),
 #ifdef __x86_64__
     CALL(iopl), CALL(ioperm), CALL(modify_ldt), CALL(uselib), CALL(_sysctl), CALL(sysfs), CALL(create_module), CALL(kexec_file_load),

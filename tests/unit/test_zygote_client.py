@@ -123,6 +123,32 @@ async def test_spawn_hands_over_both_descriptors(pair: Pair) -> None:
         sock.close()
 
 
+async def test_a_networks_sockets_are_handed_over(pair: Pair) -> None:
+    client, peer, _ = pair
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+    ):
+        for fds, error in (((tcp.fileno(), udp.fileno()), None), ((tcp.fileno(),), Internal)):
+            task = asyncio.create_task(client.network("s1"))
+            frame = await peer.receive()
+            assert (frame.type, frame.payload) == (FrameType.Z_NETWORK, b"s1")
+            peer.send(FrameType.Z_OK, frame.op, b"", fds)
+            if error is not None:
+                with pytest.raises(error):
+                    await task
+                continue
+            for got, ours in zip(await task, (tcp, udp), strict=True):
+                assert (got.type, got.getsockname(), got.getblocking()) == (ours.type, ours.getsockname(), False)
+                got.close()
+    for number, kind in ((2, SandboxNotFound), (95, Unavailable)):
+        task = asyncio.create_task(client.network("s1"))
+        frame = await peer.receive()
+        peer.send(FrameType.Z_FAILED, frame.op, struct.pack("<II", number, 0) + b"why")
+        with pytest.raises(kind, match="why"):
+            await task
+
+
 async def test_a_long_request_comes_in_pieces(pair: Pair) -> None:
     client, peer, _ = pair
     request = SpawnRequest(

@@ -63,11 +63,11 @@ def doctor(state: Path | None, as_json: bool) -> int:
     Exit code 3 where a feature is missing that the server can't do without.
     """
     try:
+        from dsec.app import probe
         from dsec.kernel.host import as_json as findings_as_json
-        from dsec.kernel.host import probe_host
     except ImportError as error:
         raise _needs_server(error) from error
-    findings = probe_host(state)
+    findings = probe(state)
     if wants_json(as_json):
         write_json(findings_as_json(findings))
     else:

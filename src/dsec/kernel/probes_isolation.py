@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import socket
-import struct
 import subprocess
 from pathlib import Path
 
@@ -154,33 +152,6 @@ def _psi(_: Path) -> str:
         raise Missing(
             error.strerror or "off", "Boot with psi=1: idle sandboxes are then reclaimed by pressure."
         ) from None
-
-
-@probe("nftables")
-def _nftables(_: Path) -> str:
-    """Ask a fresh net namespace for its tables by netlink: subsystem 10, message 1, a dump."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(_nftables_child())
-        except OSError as error:
-            os._exit(error.errno or 1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code:
-        raise Missing(
-            os.strerror(code), "A kernel with CONFIG_NF_TABLES and CONFIG_NFT_REDIR is needed for egress by name."
-        )
-    return "in a net namespace of its own"
-
-
-def _nftables_child() -> int:
-    if _libc.unshare(syscalls.CLONE_NEWNET) < 0:
-        return ctypes.get_errno()
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netlink:
-        netlink.send(struct.pack("<IHHII4s", 20, 10 << 8 | 1, 0x301, 1, 0, b"\0\0\0\0"))
-        answer = netlink.recv(4096)
-    kind, error = struct.unpack_from("<H", answer, 4)[0], struct.unpack_from("<i", answer, 16)[0]
-    return -error if kind == 2 else 0
 
 
 @probe("zram")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import dsec
 from dsec.errors import Unsupported
+from dsec.kernel.host import Finding
 
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-static", "-fstack-protector-strong", "-Wall", "-Wextra")
 PROGRAMS = ("guest", "zygote")
@@ -61,10 +62,24 @@ def missing_for_network(programs: Path) -> str:
     done = subprocess.run([programs / "zygote", "--probe-network"], capture_output=True, check=False)
     if done.returncode <= 0:
         return "" if done.returncode == 0 else f"the probe was ended by signal {-done.returncode}"
-    return (
-        f"{os.strerror(done.returncode)}; the kernel needs nf_tables with tproxy and socket matches "
-        "(CONFIG_NF_TABLES_IPV4, CONFIG_NFT_TPROXY, CONFIG_NFT_SOCKET), the server CAP_NET_ADMIN"
+    return f"no route and rules can be made in a net namespace ({os.strerror(done.returncode)})"
+
+
+def probe_network() -> Finding:
+    """The same for `dsec doctor`, with a zygote compiled for it alone (~1 s); leaves nothing."""
+    name, needed = "network by name", False
+    with tempfile.TemporaryDirectory(prefix="dsec-doctor-") as scratch:
+        try:
+            missing = missing_for_network(build_native(Path(scratch)))
+        except Unsupported as error:
+            return Finding(name, False, error.remedy, error.message, needed)
+    if not missing:
+        return Finding(name, True, "", "route, tproxy and socket match in a net namespace of its own", needed)
+    remedy = (
+        "A kernel with CONFIG_NF_TABLES_IPV4, CONFIG_NFT_TPROXY and CONFIG_NFT_SOCKET is needed, and root with "
+        "CAP_NET_ADMIN; without them sandboxes with a network are refused."
     )
+    return Finding(name, False, remedy, missing, needed)
 
 
 def _compiler() -> list[str]:
