@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SDK = ROOT / "src" / "dsec" / "sdk"
 TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
-    "_sync_sessions": ("_sessions",),
+    "_sync_sessions": ("_sessions", "_network"),
     "_sync": ("_sandbox", "_client"),
 }
 """Generated module -> modules that it is made of."""
@@ -34,6 +34,7 @@ CLASSES = {
     "AsyncPortStream": "PortStream",
     "AsyncPorts": "Ports",
     "AsyncWatch": "Watch",
+    "AsyncNetworkAccess": "NetworkAccess",
     "AsyncSession": "Session",
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
@@ -46,7 +47,7 @@ tool."""
 from __future__ import annotations
 
 '''
-_NAMES = re.compile(r"\bAsync(Commands?|Files|PortStream|Ports|Watch|Sandbox|Sessions?|Run|Client)\b")
+_NAMES = re.compile(r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Run|Client)\b")
 
 
 def sync_names(text: str) -> str:

@@ -22,6 +22,7 @@ from dsec.sdk._sync_inside import Command, PortStream, Watch
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.network import KeyPolicy, NetworkInfo, PermissionOptions
 from dsec.spec.sandbox import ExecSpec, FileEvent, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
 from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 
@@ -44,7 +45,10 @@ __all__ = [
     "ExecSpec",
     "FileEvent",
     "FileInfo",
+    "KeyPolicy",
+    "NetworkInfo",
     "Output",
+    "PermissionOptions",
     "PlatformError",
     "PortStream",
     "ProcessInfo",

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,10 @@ from dsec.backends.container.native import probe_network
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
+from dsec.egress.gateways.build import open_gateways
+from dsec.egress.node import Egress
+from dsec.egress.registry import read_network
+from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 from dsec.journal.state_dir import StateDir
 from dsec.kernel.census import instance_of
@@ -129,29 +133,37 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
     """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
     nothing of it is left.
 
-    Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory.
+    Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory,
+    `InvalidRequest` where the operator's file about the network has a mistake.
     """
     _check_root()
-    state = StateDir(config.state)  # its lock comes first: a second server must not touch the host
-    try:
+    async with AsyncExitStack() as undo:
+        state = StateDir(config.state)  # its lock comes first: a second server must not touch the host
+        undo.callback(state.close)
+        network = read_network(config.state)
+        gateways = await undo.enter_async_context(open_gateways(config.state))
         host = await asyncio.to_thread(open_host, config)
-    except BaseException:
-        state.close()
-        raise
-    clock = SystemClock()
-    edge = await Edge.open(
-        {"container": ContainerBackend(host, clock)},
-        state,
-        clock=clock,
-        config=edge_config,
-        capacity=HostCapacity(host.volume.root),
-    )
-    try:
-        yield edge
-    finally:
-        await edge.close(keep=keep)
-        if not keep:
-            _remove_empty(config.run)
+        clock = SystemClock()
+        edge = await Edge.open(
+            {"container": ContainerBackend(host, clock)},
+            state,
+            clock=clock,
+            config=edge_config,
+            capacity=HostCapacity(host.volume.root),
+            egress=Egress(
+                definitions=network.definitions,
+                gateways=gateways,
+                limits=network.limits,
+                resolver=Resolver(fixed=network.hosts),
+            ),
+            key_policy=network.keys,
+        )
+        try:
+            yield edge
+        finally:
+            await edge.close(keep=keep)
+            if not keep:
+                _remove_empty(config.run)
 
 
 def _remove_empty(top: Path) -> None:

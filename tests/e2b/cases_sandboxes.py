@@ -59,20 +59,25 @@ def case_what_is_not_there_yet_says_so(box):
         error = raises(SandboxException, work, words)
         assert "KeyError" not in repr(error)
 
-    refused(lambda: Sandbox.create(allow_internet_access=True), "no network")
+    refused(lambda: Sandbox.create(allow_internet_access=True), "internet")
     refused(lambda: Sandbox.create(lifecycle={"on_timeout": "pause"}))
-    refused(lambda: Sandbox.create(network={"allow_out": ["example.com"]}))
     refused(lambda: Sandbox.create(volume_mounts={"/data": "volume"}))
     refused(box.pause)
     refused(box.create_snapshot)
     refused(box.fork)
-    refused(lambda: box.update_network({"deny_out": ["0.0.0.0/0"]}))
     refused(lambda: Sandbox.list_snapshots().next_items())
     assert box.is_running()
 
 
 def case_network_that_is_denied_is_met(_):
-    Sandbox.create(network={"deny_out": ["0.0.0.0/0"]}).kill()
+    box = Sandbox.create(network={"deny_out": ["0.0.0.0/0"], "allow_out": ["example.com"]})
+    try:
+        box.update_network({"deny_out": ["0.0.0.0/0"]})
+        assert box.commands.run("getent hosts example.com || echo none").stdout == "none\n"
+        box.update_network({"allow_out": ["example.com"], "deny_out": ["0.0.0.0/0"]})
+        assert box.commands.run("getent ahostsv4 example.com | head -1").stdout.startswith("198.1")
+    finally:
+        box.kill()
 
 
 def case_unknown_template(_):

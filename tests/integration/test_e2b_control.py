@@ -10,9 +10,11 @@ import pytest
 from api_kit import Served, served
 from e2b_kit import NEW, Box, is_error, rest
 
-from dsec.api.e2b.config import E2bConfig, KeyPolicy
+from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.models import new_sandbox, spec_of
-from dsec.errors import DsecError, Unsupported
+from dsec.api.e2b.network import network_of
+from dsec.errors import DsecError
+from dsec.spec.network import Network
 
 
 @pytest.fixture
@@ -63,8 +65,10 @@ async def test_old_and_new_paths(server: Served, box: Box) -> None:
         (NEW | {"futureOption": True}, 422),
         (NEW | {"autoPause": True}, 422),
         (NEW | {"autoResume": {"enabled": True}}, 422),
-        (NEW | {"allow_internet_access": True}, 422),
-        (NEW | {"network": {"allowOut": ["1.1.1.1"]}}, 422),
+        (NEW | {"allow_internet_access": True}, 403),
+        (NEW | {"network": {"allowOut": ["1.1.1.1"]}}, 403),
+        (NEW | {"network": {"allowOut": ["-"]}}, 400),
+        (NEW | {"network": {"egressProxy": {"url": "x"}}}, 422),
         (NEW | {"mcp": {"x": {}}}, 422),
         (NEW | {"volumeMounts": [{"name": "a", "path": "/b"}]}, 422),
     ],
@@ -94,7 +98,6 @@ async def test_what_is_to_come_says_so(server: Served, box: Box) -> None:
         ("POST", f"/sandboxes/{box.id}/pause"),
         ("POST", f"/sandboxes/{box.id}/fork"),
         ("POST", f"/sandboxes/{box.id}/snapshots"),
-        ("PUT", f"/sandboxes/{box.id}/network"),
         ("GET", "/snapshots"),
         ("POST", "/v3/templates"),
         ("POST", "/v2/templates/x/builds/y"),
@@ -144,12 +147,32 @@ async def test_unknown_paths_and_methods(server: Served, box: Box) -> None:
     assert is_error((status, json.loads(body)), 405)
 
 
-def test_policies_by_the_keys_label() -> None:
-    config = E2bConfig(keys={"open": KeyPolicy(internet="ignore")}, templates={"base": "debian"})
-    wants = new_sandbox(json.dumps({"templateID": "base", "allow_internet_access": True}).encode())
-    assert spec_of(wants, config, "open").environment == "debian"
-    with pytest.raises(Unsupported, match="no network"):
-        spec_of(wants, config, "other")
+async def test_network_rules(server: Served, box: Box) -> None:
+    path = f"/sandboxes/{box.id}/network"
+    for body, policy in (
+        ({"allowOut": ["a.example.com", "*.B.example."], "denyOut": ["0.0.0.0/0"]}, {"a.example.com", "*.b.example"}),
+        ({"allowOut": ["c.example"]}, {"c.example"}),
+        ({}, set()),
+    ):
+        assert (await rest(server, "PUT", path, body))[0] == 204
+        assert server.edge.network(box.id).policy == {f"host:{name}": True for name in policy}
+    assert is_error(await rest(server, "PUT", path, {"allow_internet_access": True}), 403)
+    assert is_error(await rest(server, "PUT", path, {"rules": {"a": 1}}), 422)
+    assert (await rest(server, "GET", f"/sandboxes/{box.id}"))[1]["allowInternetAccess"] is False
+
+
+def test_what_rules_mean() -> None:
+    default: Network = {"host:d.example": True}
+    assert network_of(None, None, default) == default
+    assert network_of(False, None, default) == {}
+    assert network_of(True, {"denyOut": ["9.9.9.9", "bad.example"]}, {}) == {
+        "internet": True,
+        "ip:9.9.9.9": False,
+        "host:bad.example": False,
+    }
+    assert network_of(True, {"denyOut": ["0.0.0.0/0"]}, {}) == {}
+    assert network_of(None, {"allowOut": ["0.0.0.0/0"]}, {}) == {"internet": True}
+    assert network_of(None, {"allowOut": ["10.0.0.0/8", "::1"]}, {}) == {"ip:10.0.0.0/8": True, "ip:::1": True}
 
 
 def test_templates_by_name_and_tag() -> None:
@@ -167,7 +190,7 @@ def test_metadata_is_labels_and_variables_are_env() -> None:
     spec = spec_of(
         new_sandbox(b'{"templateID": "x", "timeout": 9, "metadata": {"a": "b"}, "envVars": {"C": "d"}}'),
         E2bConfig(),
-        "",
+        {},
     )
     assert (spec.labels, spec.env, spec.ttl_s, spec.command_timeout_s) == ({"a": "b"}, {"C": "d"}, 9.0, None)
     with pytest.raises(DsecError):

@@ -88,7 +88,7 @@ _ENCODER = msgspec.json.Encoder()
 async def create_many(edge: EdgeClient, x: Exchange) -> None:
     """POST /v1/sandboxes:batch"""
     x.check_query("deadline_s", "key")
-    project = x.project()
+    principal = x.owner()
     deadline_s, key = deadline(x), idempotency_key(x)
     request = x.decode(_BATCH, await x.body(MAX_BATCH_BYTES))
     if request.specs is not None and request.spec is None and request.count is None:
@@ -97,7 +97,11 @@ async def create_many(edge: EdgeClient, x: Exchange) -> None:
         specs = [request.spec] * request.count
     else:
         raise InvalidRequest("a batch is either `specs`, or `spec` and `count`")
-    items = cast("AsyncGenerator[BatchItem]", edge.create_many(specs, project=project, deadline_s=deadline_s, key=key))
+    for each in specs if request.spec is None else [request.spec]:
+        edge.check_grants(principal, each.network)
+    items = cast(
+        "AsyncGenerator[BatchItem]", edge.create_many(specs, project=principal.project, deadline_s=deadline_s, key=key)
+    )
     async with aclosing(items):
         item = await anext(items)  # what is wrong with the whole request comes as its status
         held = HeldAnswer(x, _NDJSON, hold_s=GROUP_HOLD_S)

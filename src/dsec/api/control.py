@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any
 
-from litestar import Litestar, Request, Response, delete, get, post
+from litestar import Litestar, Request, Response, delete, get, patch, post, put
 from litestar.exceptions import HTTPException, NotFoundException, ValidationException
 from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
@@ -24,6 +24,7 @@ from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
+from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, Seconds, State
 
 EXCHANGE = "dsec.exchange"
@@ -53,10 +54,18 @@ class RenewRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """From now; null: never."""
 
 
+class NetworkRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a change of network."""
+
+    network: Network
+
+
 class KeyRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /v1/keys`: a further key of the caller's project."""
 
     label: str = ""
+    policy: KeyPolicy | None = None
+    """What it may grant; at most what the caller's own may. Null: the same."""
 
 
 class NewKey(Struct, frozen=True):
@@ -85,7 +94,9 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
     async def create(
         data: JSONBody[SandboxSpec], scope: Scope, deadline_s: DeadlineS = None, key: FromQuery[str | None] = None
     ) -> Response[SandboxInfo]:
-        created = await edge.create(data, project=exchange(scope).project(), deadline_s=deadline_s, key=key)
+        principal = exchange(scope).owner()
+        edge.check_grants(principal, data.network)
+        created = await edge.create(data, project=principal.project, deadline_s=deadline_s, key=key)
         return Response(created.sandbox, status_code=200 if created.existed else 201)
 
     @get("/v1/sandboxes", summary="List the project's sandboxes")
@@ -122,6 +133,20 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
     async def usage(sandbox_id: FromPath[str]) -> Usage:
         return edge.usage(sandbox_id)
 
+    @get("/v1/sandboxes/{sandbox_id:str}/network", summary="What a sandbox may reach now, and what it did")
+    async def network(sandbox_id: FromPath[str]) -> NetworkInfo:
+        return edge.network(sandbox_id)
+
+    @put("/v1/sandboxes/{sandbox_id:str}/network", summary="Replace what a sandbox may reach, at once")
+    async def set_network(scope: Scope, sandbox_id: FromPath[str], data: JSONBody[NetworkRequest]) -> NetworkInfo:
+        edge.check_grants(exchange(scope).owner(), data.network)
+        return await edge.set_network(sandbox_id, data.network)
+
+    @patch("/v1/sandboxes/{sandbox_id:str}/network", summary="Change some permissions of a sandbox, at once")
+    async def change_network(scope: Scope, sandbox_id: FromPath[str], data: JSONBody[NetworkRequest]) -> NetworkInfo:
+        edge.check_grants(exchange(scope).owner(), data.network)
+        return await edge.set_network(sandbox_id, data.network, merge=True)
+
     @get("/v1/environments", summary="Environments that sandboxes can be made of")
     async def list_environments() -> Environments:
         return Environments(list(environments()))
@@ -136,8 +161,9 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
 
     @post("/v1/keys", status_code=201, summary="A further API key of the project")
     async def create_key(scope: Scope, data: JSONBody[KeyRequest]) -> NewKey:
-        project = exchange(scope).project()
-        return NewKey(project, await edge.create_key(project, data.label))
+        principal = exchange(scope).owner()
+        key = await edge.create_key(principal.project, data.label, data.policy, by=principal)
+        return NewKey(principal.project, key)
 
     @delete("/v1/keys/{key_id:str}", status_code=204, summary="Revoke an API key")
     async def revoke_key(scope: Scope, key_id: FromPath[str]) -> None:
@@ -157,6 +183,9 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
             end,
             renew,
             usage,
+            network,
+            set_network,
+            change_network,
             list_environments,
             node,
             list_keys,

@@ -139,13 +139,17 @@ class Exchange:
 
     def project(self) -> str:
         """The caller's project. Raises `PermissionDenied` for a sandbox token, which reaches its sandbox alone."""
+        return self.owner().project
+
+    def owner(self) -> Principal:
+        """The caller, who has an API key. Raises as `project`."""
         principal = self.principal
         assert principal is not None
         if principal.sandbox_id is not None:
             raise PermissionDenied(
                 "a sandbox token reaches its own sandbox alone", remedy="use an API key of the project"
             )
-        return principal.project
+        return principal
 
     @property
     def query(self) -> dict[str, list[bytes]]:

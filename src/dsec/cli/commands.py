@@ -15,6 +15,7 @@ import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult
 from dsec.cli.complete import ENVIRONMENT, SANDBOX
+from dsec.cli.network import grants, network_option
 from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, note, size
 from dsec.cli.sandboxes import pairs
 from dsec.errors import DsecError
@@ -64,6 +65,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 @click.option("--run", "run_name", help="Run that it belongs to.")
 @click.option("--name", help="Name within the run: the sandbox of this name is used where it exists.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Label.")
+@network_option
 @click.option("--keep", is_flag=True, help="Leave the sandbox running and print its id on stderr.")
 @click.argument("environment", type=ENVIRONMENT)
 @click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
@@ -77,6 +79,7 @@ def run(  # noqa: PLR0917 (click passes by name)
     run_name: str | None,
     name: str | None,
     labels: tuple[str, ...],
+    network: tuple[str, ...],
     keep: bool,
     **options: Any,
 ) -> int:
@@ -89,6 +92,7 @@ def run(  # noqa: PLR0917 (click passes by name)
         "run": run_name,
         "name": name,
         "labels": pairs(labels) or None,
+        "network": grants(network) or None,
     }
 
     async def work() -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from dsec import AsyncClient, SandboxInfo
+from dsec import AsyncClient, KeyPolicy, SandboxInfo
 from dsec.cli.complete import SANDBOX
+from dsec.cli.network import grants
 from dsec.cli.output import age, complain, json_option, readable, wants_json, write_json, write_table
 from dsec.errors import DsecError, InvalidRequest
 
@@ -112,13 +113,22 @@ def key() -> None:
 
 @key.command("create")
 @click.argument("label", default="")
+@click.option("--allow", multiple=True, metavar="PERMISSION", help="It may grant this (`*` at the end: any ending).")
+@click.option("--internet", is_flag=True, help="It may grant `internet`.")
+@click.option("--private", is_flag=True, help="It may grant private addresses.")
+@click.option("--default", multiple=True, metavar="PERMISSION", help="What E2B's sandboxes get when they don't say.")
 @json_option
-def create_key(label: str, as_json: bool) -> None:
-    """Make a key. It is shown this once."""
+def create_key(  # noqa: PLR0917 (click passes by name)
+    label: str, allow: tuple[str, ...], internet: bool, private: bool, default: tuple[str, ...], as_json: bool
+) -> None:
+    """Make a key. It is shown this once. Without options it may grant what the key that makes it may."""
+    policy = None
+    if allow or internet or private or default:
+        policy = KeyPolicy(allow=allow or ("*",), internet=internet, private=private, default=grants(default))
 
     async def work() -> str:
         async with AsyncClient() as client:
-            return await client.create_key(label)
+            return await client.create_key(label, policy=policy)
 
     made = asyncio.run(work())
     if as_json:

@@ -20,7 +20,9 @@ from msgspec.structs import replace
 from dsec.edge.client import ApiKey, Principal
 from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound, Unauthenticated
 from dsec.journal.records import Journal, KeyRecord, Record
+from dsec.plan.permissions import Registry, within
 from dsec.ports import Clock
+from dsec.spec.network import KeyPolicy, Network
 from dsec.spec.sandbox import NAME_PATTERN
 
 _ID_CHARACTERS = 16
@@ -38,8 +40,20 @@ def new_token(sandbox_id: str) -> str:
 class Access:
     """Checks bearers against records."""
 
-    def __init__(self, journal: Journal, clock: Clock, find: Callable[[str], Record | None], key: bytes) -> None:
-        """`find`: the record of a sandbox, live or ended. `key`: the node's."""
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Clock,
+        find: Callable[[str], Record | None],
+        key: bytes,
+        *,
+        registry: Registry,
+        policy: KeyPolicy,
+    ) -> None:
+        """`find`: the record of a sandbox, live or ended. `key`: the node's. `policy`: of keys that have none of their
+        own."""
+        self._registry = registry
+        self._policy = policy
         self._key = key
         self._journal = journal
         self._clock = clock
@@ -59,7 +73,7 @@ class Access:
         else:
             key = self._keys.get(hashed)  # by hash: how far it matches says nothing about the key
             if key is not None and key.revoked_at is None:
-                return Principal(key.project, None, key.label)
+                return Principal(key.project, None, key.label, key.policy or self._policy)
         raise Unauthenticated(
             "the API key or token is not valid", remedy="Check DSEC_API_KEY, or make a key on the server."
         )
@@ -81,14 +95,41 @@ class Access:
         if record is None or record.project != principal.project:
             raise no_sandbox(sandbox_id)
 
-    async def create_key(self, project: str, label: str) -> str:
-        """A new key. Raises `InvalidRequest`."""
+    def check_grants(self, principal: Principal, network: Network | None) -> None:
+        """See `EdgeClient.check_grants`."""
+        if not network:
+            return
+        if principal.sandbox_id is not None:
+            raise PermissionDenied("a sandbox token can't change what its sandbox reaches", remedy="Use an API key.")
+        self._registry.check(network)
+        why = self._registry.check_key(network, principal.policy or self._policy)
+        if why is not None:
+            raise PermissionDenied(
+                f"this API key can't give a sandbox that network: {why}",
+                remedy="Use a key whose policy allows it; `dsec key create --help` says how one is made.",
+            )
+
+    async def create_key(
+        self, project: str, label: str, policy: KeyPolicy | None = None, by: Principal | None = None
+    ) -> str:
+        """A new key; of one that a principal makes (`by`) the policy is at most its own. Raises `InvalidRequest`,
+        `PermissionDenied`."""
+        own = by.policy if by is not None else None
+        if policy is not None:
+            self._registry.check(policy.default)
+            why = self._registry.check_key(policy.default, policy)
+            if why is not None:
+                raise InvalidRequest(f"the key's default network is beyond its policy: {why}", field="policy")
+            if own is not None and not within(policy, own):
+                raise PermissionDenied("a key can't make one that may grant more than itself")
+        elif own is not None and own != self._policy:
+            policy = own
         if not re.fullmatch(NAME_PATTERN, project) or len(label) > 200:
             raise InvalidRequest(
                 "a project is letters, digits and ._/@:+- (at most 200), a label at most 200 characters"
             )
         secret = f"dsk_{secrets.token_urlsafe(32)}"
-        key = KeyRecord(hash=digest(secret), project=project, label=label, created_at=self._clock.now())
+        key = KeyRecord(hash=digest(secret), project=project, label=label, created_at=self._clock.now(), policy=policy)
         await self._journal.put_key(key)
         self._keys[key.hash] = key
         return secret
@@ -112,6 +153,7 @@ class Access:
                 label=key.label,
                 created_at=key.created_at,
                 revoked_at=key.revoked_at,
+                policy=key.policy,
             )
             for key in self._keys.values()
             if project is None or key.project == project

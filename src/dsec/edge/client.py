@@ -23,6 +23,7 @@ from dsec.edge.observed import Observed
 from dsec.errors import ErrorBody
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
+from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import (
     ExecSpec,
@@ -43,6 +44,8 @@ class Principal(Struct, frozen=True):
     sandbox_id: str | None = None
     """Set for a sandbox token, which reaches this sandbox alone and may not create."""
     label: str = ""
+    policy: KeyPolicy | None = None
+    """Of its key; None: the node's default."""
 
 
 class Created(Struct, frozen=True):
@@ -87,6 +90,8 @@ class ApiKey(Struct, frozen=True, kw_only=True, omit_defaults=True):
     label: str = ""
     created_at: float = 0.0
     revoked_at: float | None = None
+    policy: KeyPolicy | None = None
+    """What it may grant; None: the node's default."""
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -218,8 +223,17 @@ class EdgeClient(Observed, Protocol):
         told again to a caller who has the right to the sandbox. Raises `SandboxNotFound`."""
         ...
 
-    async def create_key(self, project: str, label: str = "") -> str:
-        """A new API key of a project; this is the only time that it is seen."""
+    def check_grants(self, principal: Principal, network: Network | None) -> None:
+        """Whether the principal may give a sandbox this network. Raises `PermissionDenied`, `InvalidRequest`,
+        `Unsupported`."""
+        ...
+
+    async def create_key(
+        self, project: str, label: str = "", policy: KeyPolicy | None = None, *, by: Principal | None = None
+    ) -> str:
+        """A new API key of a project; this is the only time that it is seen. `policy`: what it may grant (None: as
+        `by`, the principal who makes it, or the node's default). Raises `InvalidRequest`, `PermissionDenied` (more
+        than `by` may grant itself)."""
         ...
 
     async def revoke_key(self, key_id: str) -> None:
@@ -297,6 +311,17 @@ class EdgeClient(Observed, Protocol):
         ...
 
     def node(self) -> NodeInfo: ...
+
+    # --- network ----------------------------------------------------------------------------------------------------
+
+    def network(self, sandbox_id: str) -> NetworkInfo:
+        """What it may reach now, and what it did."""
+        ...
+
+    async def set_network(self, sandbox_id: str, network: Network, *, merge: bool = False) -> NetworkInfo:
+        """Another policy, at once: connections that it doesn't allow are cut. On record when this returns. `merge`:
+        laid over the one it has. Raises `InvalidRequest`, `Unsupported`."""
+        ...
 
     # --- commands ---------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Commands:
             known = table.get(guest_key[:HALF_KEY])
             if known is not None:
                 return await self._again(sandbox, known, spec.key, guest_key)
-        request, asked = request_of(sandbox.record.spec, spec, guest_key)
+        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
         command.began = sandbox.active_at
         if guest_key is not None:

@@ -24,6 +24,7 @@ from dsec.edge.client import Created
 from dsec.edge.config import Capacity, EdgeConfig
 from dsec.edge.context import REQUEST_ID, work_on
 from dsec.edge.gate import Gate
+from dsec.edge.network import Networks
 from dsec.edge.notes import KEEP_S, Notes
 from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
@@ -55,8 +56,10 @@ class Lives:
         tasks: Tasks,
         tenant: Callable[[str], int],
         notes: Notes,
+        networks: Networks,
     ) -> None:
         """`tenant`: the number of a project."""
+        self.networks = networks
         self.sandboxes: dict[str, Sandbox] = {}
         self.names: dict[tuple[str, str, str], Sandbox] = {}
         self.created_total = 0
@@ -149,7 +152,10 @@ class Lives:
         await self._journal.put(record)
         record_s = self._clock.monotonic() - began
         async with asyncio.timeout(self._config.create_timeout_s):
-            return await backend.create(record.id, record.spec, record.handle), record_s
+            instance = await backend.create(record.id, record.spec, record.handle)
+            if record.network:
+                await self.networks.begin(sandbox, instance)
+            return instance, record_s
 
     def _runs(self, sandbox: Sandbox, instance: Instance, began: float, record_s: float) -> None:
         sandbox.instance = instance
@@ -220,6 +226,7 @@ class Lives:
 
     def _queue_end(self, sandbox: Sandbox) -> None:
         self.notes.ending(sandbox)
+        self.networks.end(sandbox)
         self.timers.set(("life", sandbox.id), None)
         self.timers.set(("lost", sandbox.id), None)
         self.removals.add(sandbox)

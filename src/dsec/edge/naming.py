@@ -64,6 +64,7 @@ class Naming:
         if key is None:
             return await asyncio.shield(self._request(spec, project, deadline_s, None))
         backend_for(spec, self._backends)  # what can't be made uses up no key
+        self._lives.networks.check(spec.network)
         batch, fresh = await self._open_batch([spec], project, key)
         return await asyncio.shield(self._request(spec, project, deadline_s, batch.ids[0], fresh=fresh))
 
@@ -127,6 +128,7 @@ class Naming:
         it.
         `sandbox_id`: the one that an idempotency key reserved; `fresh`: just now, for this request."""
         backend = backend_for(spec, self._backends)
+        self._lives.networks.check(spec.network)
         if sandbox_id is not None:
             found = self._by_id(sandbox_id, backend, fresh=fresh)
             if found is not None:
@@ -149,6 +151,7 @@ class Naming:
             handle={},
             created_at=self._clock.now(),
             token=digest(token),
+            network=spec.network,
         )
         return self._lives.enter(record, backend, token, deadline_s)
 

@@ -19,6 +19,7 @@ from dsec.edge.events import Events
 from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
+from dsec.edge.network import Networks
 from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
@@ -26,13 +27,16 @@ from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
+from dsec.egress.node import Egress
 from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal, Record
 from dsec.journal.state_dir import StateDir
+from dsec.plan.permissions import BUILT_IN
 from dsec.ports import Backend, Clock, GuestChannel, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, SandboxInfo, SandboxSpec, State
 
 BACKEND_API = 1
@@ -56,6 +60,8 @@ class Edge:
         config: EdgeConfig,
         capacity: Capacity,
         tasks: Tasks,
+        egress: Egress,
+        key_policy: KeyPolicy,
     ) -> None:
         """Use `open`."""
         self._backends = dict(backends)
@@ -66,6 +72,7 @@ class Edge:
         self._tasks = tasks
         self._events = events
         self._notes = Notes(events)
+        self._networks = Networks(egress=egress, journal=journal, notes=self._notes, connect=self._connect_named)
         self._lives = Lives(
             backends=self._backends,
             journal=journal,
@@ -75,6 +82,7 @@ class Edge:
             tasks=tasks,
             tenant=state.tenant,
             notes=self._notes,
+            networks=self._networks,
         )
         self._naming = Naming(
             lives=self._lives,
@@ -87,7 +95,7 @@ class Edge:
         )
         self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks)
         self._observer = Observer(lives=self._lives, backends=self._backends)
-        self._access = Access(journal, clock, self._record, state.key)
+        self._access = Access(journal, clock, self._record, state.key, registry=egress.registry, policy=key_policy)
         self._started_at = clock.now()
         self._open = False
 
@@ -101,9 +109,12 @@ class Edge:
         config: EdgeConfig | None = None,
         capacity: Capacity | None = None,
         edge_number: int | None = None,
+        egress: Egress | None = None,
+        key_policy: KeyPolicy | None = None,
     ) -> Edge:
         """Lock the state (unless it is handed in locked), recover what is on record, serve. `backends`: by the name
-        that specs use.
+        that specs use. `egress`: the sandboxes' way out, closed with the edge (None: without gateways).
+        `key_policy`: of API keys that have none of their own.
 
         Raises `Unavailable` where another server has the state, `Internal` where it is damaged or of a newer version,
         and what the backends' `open` raises.
@@ -133,9 +144,13 @@ class Edge:
                 config=config or EdgeConfig(),
                 capacity=capacity or HostCapacity(state.path),
                 tasks=tasks,
+                egress=egress or Egress(definitions=BUILT_IN),
+                key_policy=key_policy or KeyPolicy(),
             )
+            undo.push_async_callback(edge._networks.close)
             for sandbox in await edge._lives.recover():
                 edge._commands.adopt(sandbox)
+                await edge._networks.adopt(sandbox)
             edge._open = True
             undo.pop_all()
         return edge
@@ -153,6 +168,7 @@ class Edge:
             for backend in self._backends.values():
                 stack.push_async_callback(backend.close, keep=keep)
             stack.push_async_callback(self._tasks.close)
+            stack.push_async_callback(self._networks.close)
             await self._lives.settle(self._config.create_timeout_s)
             if keep:
                 for sandbox in self._lives.sandboxes.values():
@@ -174,8 +190,13 @@ class Edge:
             raise no_sandbox(sandbox_id)
         return self._access.access_token(sandbox_id)
 
-    async def create_key(self, project: str, label: str = "") -> str:
-        return await self._access.create_key(project, label)
+    def check_grants(self, principal: Principal, network: Network | None) -> None:
+        self._access.check_grants(principal, network)
+
+    async def create_key(
+        self, project: str, label: str = "", policy: KeyPolicy | None = None, *, by: Principal | None = None
+    ) -> str:
+        return await self._access.create_key(project, label, policy, by)
 
     async def revoke_key(self, key_id: str) -> None:
         await self._access.revoke_key(key_id)
@@ -290,6 +311,20 @@ class Edge:
             failed_total=lives.failed_total,
             stuck=lives.stuck,
         )
+
+    # --- network ---
+
+    def network(self, sandbox_id: str) -> NetworkInfo:
+        return self._networks.info(self._live(sandbox_id))
+
+    async def set_network(self, sandbox_id: str, network: Network, *, merge: bool = False) -> NetworkInfo:
+        self._check_open()
+        return await asyncio.shield(
+            self._tasks.spawn(self._networks.change(self._live(sandbox_id), network, merge=merge))
+        )
+
+    async def _connect_named(self, project: str, run: str, name: str, port: int) -> HeldStream:
+        return await self.connect(self.find_named(project, run or None, name).id, port)
 
     # --- seeing inside ---
 

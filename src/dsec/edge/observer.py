@@ -72,6 +72,7 @@ class Observer:
             one("dsec_disk_free_bytes", "gauge", "Free space of the data volume.", node.disk_free_bytes),
             Family("dsec_pool", "gauge", "Things made in advance, by kind.", pools),
             *self._lives.notes.tally.families(),
+            *self._lives.networks.families(),
         ]
 
     async def ready(self, *, serving: bool) -> Readiness:

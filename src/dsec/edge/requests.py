@@ -7,6 +7,7 @@ that takes over can tell a repeated request from a different one under the same 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 
@@ -52,13 +53,17 @@ def guest_key_of(spec: ExecSpec) -> bytes:
     return hash_of(key) + hashlib.sha256(request).digest()[:HALF_KEY]
 
 
-def request_of(sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None) -> tuple[OpRequest, Asked]:
-    """The guest's request: the command's own values over the sandbox's over the defaults."""
+def request_of(
+    sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None, network_env: Mapping[str, str] | None = None
+) -> tuple[OpRequest, Asked]:
+    """The guest's request: the command's own values over the sandbox's over the network's over the defaults."""
     user = spec.user if spec.user is not None else sandbox.user
     cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
     env = {"PATH": PATH}
     if user in ("root", "0"):
         env["HOME"] = "/root"
+    if network_env:
+        env.update(network_env)
     env.update(sandbox.env)
     env.update(spec.env)
     timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s

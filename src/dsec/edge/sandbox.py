@@ -31,6 +31,7 @@ class Sandbox:
         "gone",
         "instance",
         "lost",
+        "network_env",
         "queued_at",
         "ready",
         "record",
@@ -57,6 +58,8 @@ class Sandbox:
         self.lost: asyncio.Future[str] | None = None
         self.token: str | None = None
         """In clear only until the creator has it."""
+        self.network_env: dict[str, str] | None = None
+        """Variables of its network's gateways."""
         self.queued_at = now
         self.running_at: float | None = None
         """Until its first command has a result."""

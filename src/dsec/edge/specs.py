@@ -25,7 +25,6 @@ def backend_for(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:
     """The backend that makes this spec. Raises `Unsupported`, `InvalidRequest`, `EnvironmentNotFound`."""
     for name, what in (
         ("cpu_class", "CPU classes are"),
-        ("network", "network access is"),
         ("gpus", "access to GPUs is"),
     ):
         if getattr(spec, name) is not None:

@@ -31,9 +31,12 @@ class Audit:
         self._written = 0
         self._sums: dict[tuple[EventType, str, str], dict[str, Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def add(self, kind: EventType, data: dict[str, Any]) -> None:
-        """An event, now or in a sum."""
+        """An event, now or in a sum. Nothing any more after `close`: a log ends with its sandbox's end."""
+        if self._closed:
+            return
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._over)
         self._written += 1
@@ -43,7 +46,8 @@ class Audit:
             self._sum(kind, data)
 
     def close(self) -> None:
-        """Write what was added up."""
+        """Write what was added up. Idempotent."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._over()

@@ -26,7 +26,8 @@ from dsec.egress.http1 import Refused, Requests
 from dsec.egress.meters import Use
 from dsec.egress.splice import Splice, reset
 from dsec.egress.standins import StandIns, is_stand_in
-from dsec.plan.egress import EMPTY, Decision, Policy, Rule, plain
+from dsec.plan.addresses import plain
+from dsec.plan.egress import EMPTY, Decision, GatewayGrant, Policy, Rule
 from dsec.spec.events import EventType
 from dsec.spec.network import Address, Reason
 
@@ -134,7 +135,7 @@ class Box:
     def environment(self) -> dict[str, str]:
         """Variables that point the tools inside at the gateways."""
         found: dict[str, str] = {}
-        for gateway in self._egress.gateways.values():
+        for gateway in dict.fromkeys(self._egress.gateways.values()):
             grants = self.grants(gateway.kinds)
             if grants:
                 found.update(gateway.environment(grants))
@@ -142,19 +143,15 @@ class Box:
 
     def grants(self, kinds: Iterable[str]) -> list[Grant]:
         """What a gateway of these kinds may do for this sandbox now."""
-        return [
-            Grant(each.permission, each.kind, each.argument, each.options)
-            for each in self.policy.gateways
-            if each.kind in kinds
-        ]
+        return [grant_of(each) for each in self.policy.gateways if each.kind in kinds]
 
     def close(self) -> None:
         """The sandbox ends, or this edge does: cut everything. Idempotent."""
         if self._closed:
             return
-        self._closed = True
         for flight in list(self._flights):
             flight.cut(Reason.ENDED)
+        self._closed = True
         self.audit.close()
 
     # --- deciding ---
@@ -363,6 +360,11 @@ def _answered(flight: Flight, upgraded: Callable[[bytes], None], first: bytes) -
 def _other(rule: Rule, before: Rule | None) -> bool:
     """Whether a connection that was allowed by one rule is another thing by the other."""
     return before is not None and (rule.gateway, rule.sandbox) != (before.gateway, before.sandbox)
+
+
+def grant_of(each: GatewayGrant) -> Grant:
+    """As gateways know it."""
+    return Grant(each.permission, each.kind, each.argument, each.options)
 
 
 def describe(network: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class Flight:
         "_ended",
         "_out",
         "_task",
-        "_why",
         "address",
         "began",
         "connected",
@@ -75,7 +74,6 @@ class Flight:
         self._out = self._back = 0
         self._ended = False
         self._task: asyncio.Task[None] | None = None
-        self._why = Reason.ENDED
 
     @property
     def out(self) -> int:
@@ -97,16 +95,18 @@ class Flight:
         if self._ended:
             return
         self._ended = True
-        if self.splice is not None and not self.splice.over:
+        self._close(reason, text)
+        self.done(reason, text)
+
+    def _close(self, reason: Reason, text: str) -> None:
+        if self.splice is not None:
             self.splice.cut(reason, text)
         elif self.transport is not None:
             self.transport.close()
-        elif self.splice is None:
-            if reason is Reason.GRANTED:
-                self.sock.close()
-            else:
-                reset(self.sock)
-        self.done(reason, text)
+        elif reason is Reason.GRANTED:
+            self.sock.close()
+        else:
+            reset(self.sock)
 
     def spliced_end(self, reason: Reason, text: str) -> None:
         """The splice has ended by itself, and closed the sockets."""
@@ -120,15 +120,20 @@ class Flight:
     def _served(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if task.cancelled():
-            self.end(self._why)
+            self._close(Reason.ENDED, "")
+            self.end(Reason.ENDED)
 
     def cut(self, reason: Reason) -> None:
-        """End it, whatever it is doing: now, or as soon as its task has let go of the socket."""
+        """End it, whatever it is doing. Told now; closed now, or as soon as its task has let go of the socket."""
+        if self._ended:
+            return
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
-        self._why = reason
         if self._task is None or not self._task.cancel():
             self.end(reason)
+        else:
+            self._ended = True
+            self.done(reason, "")
 
 
 async def read_head(sock: socket.socket, gate: Gate) -> bytes:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from dsec.egress.box import Box, Host
+from dsec.egress.box import Box, Host, grant_of
 from dsec.egress.flight import Flight
-from dsec.egress.gateway import Gateway, Grant, Visit
+from dsec.egress.gateway import Gateway, Visit
 from dsec.egress.meters import Bucket, Limits, Totals
 from dsec.egress.resolver import Resolver
 from dsec.plan.egress import EMPTY, Policy, compile_policy
@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Egress:
-    """Made by the composition; for one event loop."""
+    """Made by the composition, which closes the gateways; for one event loop."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Egress:
             if len(self._compiled) >= _COMPILED:
                 self._compiled.pop(next(iter(self._compiled)))
             found = compile_policy(network, self.registry)
-            for grant in found.gateways:
-                self.gateways[grant.kind].check(Grant(grant.permission, grant.kind, grant.argument, grant.options))
+            for each in found.gateways:
+                self.gateways[each.kind].check(grant_of(each))
             self._compiled[key] = found
         return found
 
@@ -108,9 +108,6 @@ class Egress:
             await server.shutdown(0)
         self._servers.clear()
         await self.resolver.close()
-        for gateway in set(self.gateways.values()):
-            await gateway.close()
-        self.gateways = {}
 
     def _sweep(self) -> None:
         """Connections on which nothing happens any more."""

@@ -6,10 +6,10 @@ where, rather than granting something else than was meant.
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -17,7 +17,7 @@ from msgspec import Struct
 from dsec.egress.meters import Limits
 from dsec.errors import InvalidRequest
 from dsec.plan.permissions import BUILT_IN, Definition, check_definition
-from dsec.spec.network import KeyPolicy, permission
+from dsec.spec.network import KeyPolicy, host_name, permission
 
 FILE_NAME = "network.toml"
 
@@ -28,10 +28,10 @@ class NetworkFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     permissions: dict[str, Definition] = {}
     """By name; a built-in one may be given other options, limits or upstreams."""
     limits: Limits = Limits()
+    hosts: dict[str, list[str]] = {}
+    """Addresses of names, before the host's resolver is asked."""
     keys: KeyPolicy = KeyPolicy()
     """For API keys that were made without a policy of their own."""
-    gateways: dict[str, dict[str, Any]] = {}
-    """Settings of the gateways, by kind."""
 
     @property
     def definitions(self) -> Mapping[str, Definition]:
@@ -57,6 +57,14 @@ def read_network(state: Path) -> NetworkFile:
         why = check_definition(name, definition)
         if why is not None:
             raise _wrong(path, f"permissions.{name}: {why}")
+    try:
+        for host, addresses in found.hosts.items():
+            if host_name(host) != host:
+                raise ValueError(f"{host!r} is written {host_name(host)!r}")
+            for address in addresses:
+                ipaddress.ip_address(address)
+    except ValueError as error:
+        raise _wrong(path, f"hosts: {error}") from None
     return found
 
 

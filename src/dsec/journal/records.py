@@ -25,9 +25,10 @@ from dsec.errors import Internal
 from dsec.journal.writer import Writer
 from dsec.ports import Handle
 from dsec.spec.causes import Cause
+from dsec.spec.network import KeyPolicy, Network
 from dsec.spec.sandbox import SandboxSpec, State
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PRUNE_STEP = 2000
 
 _SCHEMA = """
@@ -44,6 +45,14 @@ revoked_at real); create table batches (
     primary key (project, key)
 ) without rowid;
 """
+_SECOND = """
+alter table sandboxes add column network text;
+alter table api_keys add column policy text;
+create table stand_ins (
+    sandbox text not null, address integer not null, name text not null, primary key (sandbox, address)
+) without rowid;
+"""
+"""What version 2 added: the network."""
 
 
 class Record(Struct, frozen=True, kw_only=True, array_like=True):
@@ -66,6 +75,8 @@ class Record(Struct, frozen=True, kw_only=True, array_like=True):
     """SHA-256 of the sandbox token, in hex."""
     create_ms: float | None = None
     queue_ms: float = 0.0
+    network: Network | None = None
+    """What it may reach now; `spec` has what it began with."""
 
 
 class KeyRecord(Struct, frozen=True, kw_only=True):
@@ -76,6 +87,7 @@ class KeyRecord(Struct, frozen=True, kw_only=True):
     label: str
     created_at: float
     revoked_at: float | None = None
+    policy: KeyPolicy | None = None
 
 
 class BatchRecord(Struct, frozen=True, kw_only=True):
@@ -89,7 +101,18 @@ class BatchRecord(Struct, frozen=True, kw_only=True):
 
 
 _COLUMNS = Record.__struct_fields__
-_CHANGES = ("state", "handle", "cause", "message", "expires_at", "ended_at", "token", "create_ms", "queue_ms")
+_CHANGES = (
+    "state",
+    "handle",
+    "cause",
+    "message",
+    "expires_at",
+    "ended_at",
+    "token",
+    "create_ms",
+    "queue_ms",
+    "network",
+)
 _UPSERT = (
     f"insert into sandboxes ({','.join(_COLUMNS)}) select {','.join(f'value->>{n}' for n in range(len(_COLUMNS)))} "
     f"from json_each(?) where true on conflict (id) do update set {','.join(f'{c}=excluded.{c}' for c in _CHANGES)}"
@@ -97,6 +120,8 @@ _UPSERT = (
 _SELECT = f"select {','.join(_COLUMNS)} from sandboxes"
 _spec_decoder = msgspec.json.Decoder(SandboxSpec)
 _handle_decoder = msgspec.json.Decoder(dict[str, Any])
+_network_decoder = msgspec.json.Decoder(Network)
+_policy_decoder = msgspec.json.Decoder(KeyPolicy)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -159,18 +184,48 @@ class Journal:
     # --- API keys ---
 
     def api_keys(self) -> list[KeyRecord]:
-        rows = self._read("select hash, project, label, created_at, revoked_at from api_keys order by created_at")
+        sql = "select hash, project, label, created_at, revoked_at, policy from api_keys order by created_at"
         return [
-            KeyRecord(hash=digest, project=project, label=label, created_at=created_at, revoked_at=revoked_at)
-            for digest, project, label, created_at, revoked_at in rows
+            KeyRecord(
+                hash=digest,
+                project=project,
+                label=label,
+                created_at=created_at,
+                revoked_at=revoked_at,
+                policy=_policy_decoder.decode(policy) if policy else None,
+            )
+            for digest, project, label, created_at, revoked_at, policy in self._read(sql)
         ]
 
     def put_key(self, key: KeyRecord) -> asyncio.Future[None]:
         return self._writer.execute(
-            "insert into api_keys (hash, project, label, created_at, revoked_at) values (?, ?, ?, ?, ?) "
+            "insert into api_keys (hash, project, label, created_at, revoked_at, policy) values (?, ?, ?, ?, ?, ?) "
             "on conflict (hash) do update set revoked_at = excluded.revoked_at",
-            (key.hash, key.project, key.label, key.created_at, key.revoked_at),
+            (
+                key.hash,
+                key.project,
+                key.label,
+                key.created_at,
+                key.revoked_at,
+                None if key.policy is None else _encode(key.policy).decode(),
+            ),
         )
+
+    # --- names inside sandboxes ---
+
+    def stand_ins(self, sandbox_id: str) -> list[tuple[str, int]]:
+        """Names and the addresses that stand for them, in one sandbox."""
+        return list(self._read("select name, address from stand_ins where sandbox = ?", (sandbox_id,)))
+
+    def put_stand_in(self, sandbox_id: str, name: str, address: int) -> asyncio.Future[None]:
+        """This address stands for this name from now on."""
+        return self._writer.execute(
+            "insert or replace into stand_ins (sandbox, address, name) values (?, ?, ?)", (sandbox_id, address, name)
+        )
+
+    def drop_stand_ins(self, sandbox_id: str) -> asyncio.Future[None]:
+        """The sandbox has ended."""
+        return self._writer.execute("delete from stand_ins where sandbox = ?", (sandbox_id,))
 
     # --- idempotency keys ---
 
@@ -257,6 +312,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         token,
         create_ms,
         queue_ms,
+        network,
     ) = row
     return Record(
         id=sandbox_id,
@@ -275,6 +331,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         token=token,
         create_ms=create_ms,
         queue_ms=queue_ms,
+        network=_network_decoder.decode(network) if network else None,
     )
 
 
@@ -293,8 +350,9 @@ def _open(path: Path) -> sqlite3.Connection:
         findings = connection.execute("pragma quick_check(1)").fetchone()[0]
         if findings != "ok":
             raise sqlite3.DatabaseError(findings)
-        if version == 0:
-            connection.executescript(f"begin immediate; {_SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
+        if version < SCHEMA_VERSION:
+            steps = (_SCHEMA if version == 0 else "") + _SECOND
+            connection.executescript(f"begin immediate; {steps} pragma user_version = {SCHEMA_VERSION}; commit;")
     except sqlite3.DatabaseError as error:
         connection.close()
         raise Internal(

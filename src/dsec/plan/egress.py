@@ -8,14 +8,13 @@ allowed only by a grant that says `private`, or that names the address; metadata
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
 
+from dsec.plan.addresses import METADATA, plain, public, reachable
 from dsec.plan.permissions import Definition, Registry
 from dsec.spec.network import (
     DEFAULT_PORTS,
@@ -31,14 +30,6 @@ from dsec.spec.network import (
     options_of,
     permissions,
 )
-
-_METADATA = frozenset(
-    ipaddress.ip_address(text)
-    for text in ("169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200", "fd00:ec2::254")
-)
-_STAND_INS = ipaddress.ip_network("198.18.0.0/15")
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_SIX_TO_FOUR = ipaddress.ip_network("2002::/16")
 
 
 class Rule(Struct, frozen=True):
@@ -124,9 +115,9 @@ class Policy(Struct, frozen=True):
     def decide_address(self, address: Address, port: int) -> Decision:
         """For a connection to an address that a program named itself."""
         address = plain(address)
-        for block, rule in self.blocks:
-            if address in block and (rule.ports is None or port in rule.ports):
-                return Decision(Reason.GRANTED if rule.allowed else Reason.FORBIDDEN, rule)
+        rule = self._by_block(address, port)
+        if rule is not None:
+            return Decision(Reason.GRANTED if rule.allowed else Reason.FORBIDDEN, rule)
         if self.internet is not None and self.internet.allowed and public(address):
             return Decision(Reason.GRANTED, self.internet)
         return Decision(Reason.ADDRESS_NOT_GRANTED)
@@ -134,12 +125,21 @@ class Policy(Struct, frozen=True):
     def check_address(self, rule: Rule, address: Address, port: int) -> Reason:
         """For the address that a granted name leads to."""
         address = plain(address)
-        for block, other in self.blocks:
-            if address in block and (other.ports is None or port in other.ports):
-                return Reason.GRANTED if other.allowed else Reason.FORBIDDEN
+        other = self._by_block(address, port)
+        if other is not None:
+            return Reason.GRANTED if other.allowed else Reason.FORBIDDEN
         if public(address) or (rule.private and reachable(address)):
             return Reason.GRANTED
         return Reason.PRIVATE_ADDRESS
+
+    def _by_block(self, address: Address, port: int) -> Rule | None:
+        """The rule of the smallest block. A metadata address is granted by itself alone, never by a block around it."""
+        for block, rule in self.blocks:
+            if address in block and (rule.ports is None or port in rule.ports):
+                if rule.allowed and address in METADATA and block.num_addresses > 1:
+                    continue
+                return rule
+        return None
 
     def _levels(self, name: str) -> Iterator[tuple[Rule, ...]]:
         rules = self.names.get(name)
@@ -201,43 +201,6 @@ def compile_policy(network: Network, registry: Registry) -> Policy:
     )
 
 
-def plain(address: Address) -> Address:
-    """IPv4 within IPv6 (mapped, NAT64, 6to4) as the IPv4 address that it means."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return address.ipv4_mapped
-        if address in _NAT64:
-            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if address in _SIX_TO_FOUR:
-            return ipaddress.IPv4Address(int(address) >> 80 & 0xFFFFFFFF)
-    return address
-
-
-@functools.lru_cache(4096)
-def public(address: Address) -> bool:
-    """Whether an address (made `plain`) is anybody's on the internet: not private, shared (carriers'), loopback,
-    link-local, multicast, reserved, a metadata service's or a stand-in."""
-    return (
-        address.is_global
-        and not address.is_multicast
-        and not address.is_reserved
-        and not (isinstance(address, ipaddress.IPv6Address) and (address.is_site_local or address.teredo is not None))
-        and address not in _METADATA
-    )
-
-
-def reachable(address: Address) -> bool:
-    """Whether a grant of private addresses includes this one (made `plain`)."""
-    return not (
-        address in _METADATA
-        or address.is_link_local
-        or address.is_multicast
-        or address.is_unspecified
-        or address.is_reserved
-        or address in _STAND_INS
-    )
-
-
 def _place(host: str, rule: Rule, names: dict[str, list[Rule]], below: dict[str, list[Rule]]) -> None:
     if host.startswith("*."):
         below.setdefault(host_name(host[2:]), []).append(rule)
@@ -288,7 +251,7 @@ def _lower(one: Any, other: Any) -> Any:
 
 
 def _gateway_grant(each: Permission, options: PermissionOptions, definition: Definition) -> GatewayGrant:
-    given = {name: value for name, value in asdict(options).items() if value is not None}
+    given: dict[str, Any] = msgspec.to_builtins(options)
     merged = {**definition.options, **given}
     for name in LIMITS:
         limit = _lower(given.get(name), getattr(definition, name))

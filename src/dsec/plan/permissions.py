@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from dsec.errors import InvalidRequest, Unsupported
+from dsec.plan.addresses import covers
 from dsec.spec.network import (
     DEFAULT_PORTS,
     LIMITS,
@@ -59,16 +60,21 @@ class Definition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     requests_per_s: Annotated[float, Meta(gt=0)] | None = None
 
 
+_PACKAGES = ["before", "allow", "deny"]
+
 BUILT_IN: Mapping[str, Definition] = MappingProxyType(
     {
-        "pypi": Definition(description="Python packages", gateway="pypi", accepts=["before"]),
-        "npm": Definition(description="npm packages", gateway="npm", accepts=["before"]),
-        "apt": Definition(description="Debian packages", gateway="apt"),
+        "pypi": Definition(description="Python packages", gateway="pypi", accepts=_PACKAGES),
+        "npm": Definition(description="npm packages", gateway="npm", accepts=_PACKAGES),
+        "apt": Definition(description="Debian packages", gateway="apt", accepts=["suites"]),
         "go": Definition(
-            description="Go modules; after a colon: of one path", gateway="go", argument="optional", accepts=["before"]
+            description="Go modules; after a colon: of one path", gateway="go", argument="optional", accepts=_PACKAGES
         ),
         "git": Definition(
-            description="git repositories by HTTP: git:HOST/PATH", gateway="git", argument="required", accepts=["write"]
+            description="git repositories by HTTP: git:HOST/PATH",
+            gateway="git",
+            argument="required",
+            accepts=["write", "refs", "pins"],
         ),
         "http": Definition(
             description="paths of one host, TLS outside: http:HOST/PATH",
@@ -79,7 +85,8 @@ BUILT_IN: Mapping[str, Definition] = MappingProxyType(
         "inference": Definition(
             description="a model endpoint that the operator named, with credentials added outside",
             gateway="inference",
-            argument="optional",
+            argument="required",
+            accepts=["models", "requests", "tokens"],
         ),
         "internet": Definition(description="any public name and address"),
     }
@@ -96,8 +103,6 @@ class Registry(Struct, frozen=True):
     def definition(self, each: Permission) -> Definition | None:
         """What a permission means; None for `host`, `ip` and `sandbox`. Raises `InvalidRequest`, `Unsupported`."""
         if each.kind in ("host", "ip", "sandbox"):
-            if not each.argument:
-                raise _invalid(f"{each.text!r} needs what it grants after a colon", each)
             return None
         found = self.definitions.get(each.kind)
         if found is None:
@@ -148,12 +153,22 @@ class Registry(Struct, frozen=True):
             if options.private and not policy.private:
                 return f"it may not grant private addresses ({each.text!r})"
             if each.kind == "ip":
-                block = block_of(each.block)
-                if not policy.private and not block.is_global:
+                has_public, has_private = covers(block_of(each.block))
+                if has_private and not policy.private:
                     return f"it may not grant private addresses ({each.text!r})"
-                if not policy.internet and block.is_global:
-                    return f"it may not grant addresses ({each.text!r})"
+                if has_public and not policy.internet:
+                    return f"it may not grant public addresses ({each.text!r})"
         return None
+
+
+def within(inner: KeyPolicy, outer: KeyPolicy) -> bool:
+    """Whether one key's policy allows nothing that another's doesn't."""
+    starts = tuple(text[:-1] for text in outer.allow if text.endswith("*"))
+    return (
+        inner.internet <= outer.internet
+        and inner.private <= outer.private
+        and all(text in outer.allow or text.startswith(starts) for text in inner.allow)
+    )
 
 
 def check_definition(name: str, definition: Definition) -> str | None:

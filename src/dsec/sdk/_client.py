@@ -16,6 +16,7 @@ from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
 from dsec.spec.causes import Cause
+from dsec.spec.network import KeyPolicy
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 Layers = list[str]
@@ -147,14 +148,17 @@ class AsyncClient:
         url = self._transport.url("/v1/node")
         return await self._transport.call("GET", url, dict[str, Any], request_timeout_s=request_timeout_s)
 
-    async def create_key(self, label: str = "", *, request_timeout_s: float | None = None) -> str:
-        """A further API key of this project; it is not shown again. Not repeated where the connection breaks
+    async def create_key(
+        self, label: str = "", *, policy: KeyPolicy | None = None, request_timeout_s: float | None = None
+    ) -> str:
+        """A further API key of this project; it is not shown again. `policy`: what it may grant sandboxes to reach, at
+        most what this client's key may (None: the same). Not repeated where the connection breaks
         (`OutcomeUnknown`)."""
         answer = await self._transport.call(
             "POST",
             self._transport.url("/v1/keys"),
             dict[str, str],
-            body=msgspec.json.encode({"label": label}),
+            body=msgspec.json.encode({"label": label, "policy": policy}),
             headers=_JSON,
             replay=False,
             request_timeout_s=request_timeout_s,

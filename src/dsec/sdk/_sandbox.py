@@ -16,6 +16,7 @@ from dsec.sdk._commands import AsyncCommands
 from dsec.sdk._events import follow_events
 from dsec.sdk._files import AsyncFiles
 from dsec.sdk._lines import lines
+from dsec.sdk._network import AsyncNetworkAccess
 from dsec.sdk._results import CreateResult
 from dsec.sdk._sessions import AsyncSessions
 from dsec.sdk._streams import AsyncPorts
@@ -63,6 +64,7 @@ class AsyncSandbox:
         self.commands: AsyncCommands = AsyncCommands(transport, info.id)
         self.files: AsyncFiles = AsyncFiles(transport, info.id)
         self.sessions: AsyncSessions = AsyncSessions(transport, info.id)
+        self.network: AsyncNetworkAccess = AsyncNetworkAccess(transport, info.id)
         self.ports: AsyncPorts = AsyncPorts(transport, info.id)
 
     def __repr__(self) -> str:

@@ -14,10 +14,11 @@ from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sync_inside import Commands, Files, Ports
-from dsec.sdk._sync_sessions import Sessions
+from dsec.sdk._sync_sessions import NetworkAccess, Sessions
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.network import KeyPolicy
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 
@@ -54,6 +55,10 @@ class Sandbox(Wrapper):
     @property
     def sessions(self) -> Sessions:
         return Sessions(self._async.sessions)
+
+    @property
+    def network(self) -> NetworkAccess:
+        return NetworkAccess(self._async.network)
 
     @property
     def ports(self) -> Ports:
@@ -376,10 +381,13 @@ class Client(Wrapper):
         """Facts and counts of the server's node."""
         return call(self._async.node(request_timeout_s=request_timeout_s))
 
-    def create_key(self, label: str = "", *, request_timeout_s: float | None = None) -> str:
-        """A further API key of this project; it is not shown again. Not repeated where the connection breaks
+    def create_key(
+        self, label: str = "", *, policy: KeyPolicy | None = None, request_timeout_s: float | None = None
+    ) -> str:
+        """A further API key of this project; it is not shown again. `policy`: what it may grant sandboxes to reach, at
+        most what this client's key may (None: the same). Not repeated where the connection breaks
         (`OutcomeUnknown`)."""
-        return call(self._async.create_key(label, request_timeout_s=request_timeout_s))
+        return call(self._async.create_key(label, policy=policy, request_timeout_s=request_timeout_s))
 
     def list_keys(self, *, request_timeout_s: float | None = None) -> Keys:
         """The project's API keys: `id`, `label`, `created_at`, `revoked_at`; not the keys themselves."""

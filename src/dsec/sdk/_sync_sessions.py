@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsec.sdk._network import AsyncNetworkAccess, Grants
 from dsec.sdk._portal import Wrapper, call
 from dsec.sdk._sessions import AsyncSession, AsyncSessions
+from dsec.spec.network import NetworkInfo
 from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 
 
@@ -112,3 +114,32 @@ class Sessions(Wrapper):
     def list(self, *, request_timeout_s: float | None = None) -> list[SessionInfo]:
         """The sessions that are open, also those that an earlier server opened."""
         return call(self._async.list(request_timeout_s=request_timeout_s))
+
+
+class NetworkAccess(Wrapper):
+    """`sandbox.network`. Changes take effect at once, for open connections too; they need an API key.
+
+    All calls raise `SandboxNotFound`, `SandboxEnded`, `PermissionDenied` (the key can't grant that), `Unavailable`, and
+    `RequestTimeout` after `request_timeout_s`.
+    """
+
+    _async: AsyncNetworkAccess
+
+    def __init__(self, inner: AsyncNetworkAccess) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def get(self, *, request_timeout_s: float | None = None) -> NetworkInfo:
+        """The policy as it is now, and what was reached under it."""
+        return call(self._async.get(request_timeout_s=request_timeout_s))
+
+    def update(self, grants: Grants, *, request_timeout_s: float | None = None) -> NetworkInfo:
+        """Change some permissions (True: grant, False: take away, or options) and leave the others as they are.
+
+        Raises `InvalidRequest`, `Unsupported` too: nothing was changed then.
+        """
+        return call(self._async.update(grants, request_timeout_s=request_timeout_s))
+
+    def set(self, grants: Grants, *, request_timeout_s: float | None = None) -> NetworkInfo:
+        """Replace the whole policy; an empty one reaches nothing. Raises as `update`."""
+        return call(self._async.set(grants, request_timeout_s=request_timeout_s))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from datetime import date
 from enum import StrEnum
 from typing import Annotated
 
@@ -27,6 +26,7 @@ MAX_PERMISSIONS = 4096
 MAX_TEXT = 512
 DEFAULT_PORTS = (80, 443)
 Port = Annotated[int, Meta(ge=1, le=65535)]
+Texts = Annotated[list[Annotated[str, Meta(min_length=1, max_length=500)]], Meta(max_length=100)]
 Pattern = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Block = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -41,13 +41,29 @@ class PermissionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How a permission is granted. Which options one takes, its definition says; limits are taken by all. Of a
     definition's limit and a policy's the lower one holds."""
 
-    before: date | None = None
-    """Packages: only releases up to this date."""
-    paths: Annotated[list[Annotated[str, Meta(max_length=500)]], Meta(max_length=100)] | None = None
+    before: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d(T[0-9:.]+Z?)?$")] | None = None
+    """Packages: only what was released before this date or time (UTC)."""
+    allow: Texts | None = None
+    """Packages: only these."""
+    deny: Texts | None = None
+    """Packages: not these."""
+    paths: Texts | None = None
     """HTTP gateways: only these paths; `*` at the end stands for all below."""
     methods: Annotated[list[Annotated[str, Meta(pattern="^[A-Z]{1,20}$")]], Meta(max_length=20)] | None = None
     write: bool | None = None
     """git: pushing too."""
+    refs: Texts | None = None
+    """git: only these."""
+    pins: dict[str, str] | None = None
+    """git: refs as they were, by commit."""
+    suites: Texts | None = None
+    """apt: only these."""
+    models: Texts | None = None
+    """Inference: only these."""
+    requests: Annotated[int, Meta(ge=0)] | None = None
+    """Inference: so many."""
+    tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Inference: so many."""
     ports: Annotated[list[Port], Meta(min_length=1, max_length=100)] | None = None
     """Hosts and addresses: these ports."""
     private: bool | None = None
@@ -123,6 +139,21 @@ class KeyPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     """For E2B creations that say nothing about the network."""
 
 
+class NetworkInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sandbox's network as it is now."""
+
+    policy: Network
+    environment: dict[str, str] = {}
+    """Variables that commands get, unless they or the sandbox say otherwise."""
+    open: int = 0
+    """Connections."""
+    out_bytes: int = 0
+    """By connections that have ended, since this server began; what gateways moved isn't in it."""
+    in_bytes: int = 0
+    refused: int = 0
+    """Connections."""
+
+
 def host_name(text: str) -> str:
     """The one form of a host name. Raises ValueError with the reason."""
     name = text[:-1] if text.endswith(".") else text
@@ -165,8 +196,8 @@ def permission(text: str) -> Permission:
     kind, colon, argument = text.partition(":")
     if not _KIND.fullmatch(kind):
         raise ValueError(f"{text[:80]!r} does not begin with a name of lower-case letters, digits and hyphens")
-    if colon and not argument:
-        raise ValueError(f"{text[:80]!r} has nothing after the colon")
+    if not argument and (colon or kind in ("host", "ip", "sandbox")):
+        raise ValueError(f"{text[:80]!r} has nothing after a colon")
     if kind == "host":
         return _host(argument)
     if kind == "ip":

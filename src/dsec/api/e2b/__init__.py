@@ -22,7 +22,7 @@ from dsec.api.e2b.signatures import Signatures
 from dsec.api.e2b.users import Users
 from dsec.api.e2b.watchers import WatcherService
 from dsec.api.exchange import Exchange
-from dsec.edge.client import EdgeClient
+from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxNotFound
 from dsec.spec.sandbox import State
 from dsec.wire.connect import Code
@@ -104,7 +104,7 @@ class E2b:
                 await (control.inspect if method == "GET" else control.kill)(call, sandbox_id)
             case ["sandboxes", sandbox_id, verb]:
                 self._edge.authorize(principal, sandbox_id)
-                await self._verb(call, sandbox_id, verb)
+                await self._verb(call, sandbox_id, verb, principal)
             case ["templates", "aliases", *name] if name:
                 call.x.only("GET")
                 await control.template_alias(call, "/".join(name))
@@ -113,7 +113,7 @@ class E2b:
             case _:
                 raise NotFound(f"no such path: {call.x.scope['path']}")
 
-    async def _verb(self, call: Call, sandbox_id: str, verb: str) -> None:
+    async def _verb(self, call: Call, sandbox_id: str, verb: str, principal: Principal) -> None:
         control = self._control
         match verb:
             case "connect" | "resume":
@@ -125,7 +125,10 @@ class E2b:
             case "metrics":
                 call.x.only("GET")
                 await control.metrics(call, sandbox_id)
-            case "pause" | "network" | "fork" | "snapshots" | "logs":
+            case "network":
+                call.x.only("PUT")
+                await control.set_network(call, sandbox_id, principal)
+            case "pause" | "fork" | "snapshots" | "logs":
                 await control.later(call, verb)
             case _:
                 raise NotFound(f"no such path: {call.x.scope['path']}")

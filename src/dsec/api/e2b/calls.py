@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from dsec.api.calls import FORM, JSON, OCTETS, Call
-from dsec.api.e2b import filesystem, models, process, watchers
+from dsec.api.e2b import filesystem, models, network, process, watchers
 from dsec.api.exchange import MAX_INT
 
 _TARGET = {"E2b-Sandbox-Id": Annotated[str, Meta(min_length=1)], "E2b-Sandbox-Port": Literal["49983"]}
@@ -93,6 +93,7 @@ CALLS = (
     _rest("delete", _ONE, "end a sandbox"),
     _connection(f"{_ONE}/connect"),
     _connection(f"/v2{_ONE}/connect"),
+    _rest("put", f"{_ONE}/network", "replace what a sandbox may reach", takes=((JSON, network.NetworkUpdate),)),
     _rest("post", f"{_ONE}/timeout", "a sandbox's end, from now", takes=((JSON, models.SetTimeout),)),
     _rest(
         "get",

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -23,9 +24,11 @@ from dsec.api.e2b import models
 from dsec.api.e2b.call import Call
 from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.errors import not_yet
+from dsec.api.e2b.network import NetworkUpdate, network_of
 from dsec.api.e2b.signatures import Signatures
 from dsec.edge.client import EdgeClient, Principal
-from dsec.errors import InvalidRequest, NotFound, SandboxNotFound
+from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound
+from dsec.spec.network import Network
 from dsec.spec.sandbox import SandboxInfo, State
 
 _MAX_LIMIT = 100
@@ -35,6 +38,7 @@ _SOON_S = 0.001
 
 _connect = msgspec.json.Decoder(models.Connect)
 _timeout = msgspec.json.Decoder(models.SetTimeout)
+_network = msgspec.json.Decoder(NetworkUpdate)
 
 
 class Cursor(Struct, array_like=True):
@@ -64,7 +68,8 @@ class Control:
         """POST /v2/sandboxes"""
         x = call.x
         new = models.new_sandbox(await x.body())
-        spec = models.spec_of(new, self._config, principal.label)
+        network = self._network(new.allow_internet_access, new.network, principal)
+        spec = models.spec_of(new, self._config, network)
         key = call.header(b"idempotency-key") or None
         created = await self._edge.create(spec, project=principal.project, key=key)
         info = created.sandbox
@@ -84,7 +89,18 @@ class Control:
     async def inspect(self, call: Call, sandbox_id: str) -> None:
         """GET /sandboxes/{id}"""
         info = self._running(sandbox_id)
-        await call.x.answer(200, models.detailed(info, self._signatures.token(sandbox_id), self._config))
+        network = self._edge.network(sandbox_id).policy
+        await call.x.answer(200, models.detailed(info, self._signatures.token(sandbox_id), self._config, network))
+
+    async def set_network(self, call: Call, sandbox_id: str, principal: Principal) -> None:
+        """PUT /sandboxes/{id}/network: replaces all rules."""
+        x = call.x
+        update = x.decode(_network, await x.body() or b"{}")
+        self._running(sandbox_id)
+        options = {"allowOut": update.allow_out, "denyOut": update.deny_out, "rules": update.rules}
+        network = self._network(update.allow_internet_access, options, principal)
+        await self._edge.set_network(sandbox_id, network)
+        await x.empty()
 
     async def kill(self, call: Call, sandbox_id: str) -> None:
         """DELETE /sandboxes/{id}: 404 where it had ended before."""
@@ -168,6 +184,18 @@ class Control:
 
     # --- inside ---
 
+    def _network(self, internet: bool | None, options: dict[str, Any] | None, principal: Principal) -> Network:
+        """What the caller asks for, as far as its key may grant it."""
+        default = principal.policy.default if principal.policy is not None else {}
+        network = network_of(internet, options, default)
+        try:
+            self._edge.check_grants(principal, network)
+        except PermissionDenied:
+            if self._config.internet_for(principal.label) == "ignore":
+                return {}
+            raise
+        return network
+
     def _running(self, sandbox_id: str) -> SandboxInfo:
         """Raises `SandboxNotFound` for one that is not running: E2B has no other states."""
         info = self._edge.get(sandbox_id)
@@ -199,7 +227,6 @@ class Control:
 
 _LATER = {
     "pause": "pausing a sandbox",
-    "network": "changing a sandbox's network rules",
     "fork": "forking a sandbox",
     "snapshots": "snapshots",
     "templates": "building templates",

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from dsec.api.e2b.config import E2bConfig
 from dsec.errors import InvalidRequest, Unsupported
+from dsec.spec.network import Network
 from dsec.spec.sandbox import MIB, SandboxInfo, SandboxSpec, State
 from dsec.wire.connect import Code
 
@@ -86,15 +87,13 @@ def new_sandbox(data: bytes) -> NewSandbox:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
 
 
-def spec_of(new: NewSandbox, config: E2bConfig, label: str) -> SandboxSpec:
-    """The sandbox that a creation asks for. `label`: of the caller's API key. Raises `Unsupported`,
-    `InvalidRequest`."""
+def spec_of(new: NewSandbox, config: E2bConfig, network: Network) -> SandboxSpec:
+    """The sandbox that a creation asks for. Raises `Unsupported`, `InvalidRequest`."""
     if new.auto_pause or (new.auto_resume is not None and new.auto_resume.enabled):
         raise _later("pausing at the timeout (autoPause, autoResume)")
     for name, value in (("mcp", new.mcp), ("iam", new.iam), ("volumeMounts", new.volume_mounts)):
         if value:
             raise _later(name)
-    _check_network(new, config, label)
     if new.timeout == 0:
         raise InvalidRequest("timeout is at least 1 second")
     try:
@@ -105,26 +104,12 @@ def spec_of(new: NewSandbox, config: E2bConfig, label: str) -> SandboxSpec:
                 "command_timeout_s": None,
                 "labels": new.metadata or {},
                 "env": new.env_vars or {},
+                "network": network or None,
             },
             SandboxSpec,
         )
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from None
-
-
-def _check_network(new: NewSandbox, config: E2bConfig, label: str) -> None:
-    """Nothing inside reaches the network, so whatever forbids is met and whatever allows is not."""
-    rules = {name: value for name, value in (new.network or {}).items() if value and name != "denyOut"}
-    rules.pop("allowPublicTraffic", None)  # it says who may come in by a port, not what goes out
-    if config.internet_for(label) == "ignore":
-        return
-    if new.allow_internet_access:
-        raise Unsupported(
-            "allow_internet_access=True: sandboxes have no network in this version of dsec",
-            remedy='Leave it out, or let the server\'s e2b.json say {"internet": "ignore"} to make them without one.',
-        )
-    if rules:
-        raise _later(f"network rules ({', '.join(sorted(rules))})")
 
 
 def _later(what: str) -> Unsupported:
@@ -241,12 +226,12 @@ def listed(info: SandboxInfo) -> Listed:
     return Listed(**_listed(info))
 
 
-def detailed(info: SandboxInfo, token: str, config: E2bConfig) -> Detailed:
+def detailed(info: SandboxInfo, token: str, config: E2bConfig, network: Network) -> Detailed:
     """Answer to an info call."""
     return Detailed(
         **_listed(info),
         envd_access_token=token,
-        allow_internet_access=False,
+        allow_internet_access=network.get("internet", False) is not False,
         lifecycle=Lifecycle(),
         domain=config.domain,
     )

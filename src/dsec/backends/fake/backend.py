@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import shutil
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,6 +55,8 @@ class FakeInstance:
         self._guest = guest
         self._channel = channel
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
+        self._connected: Callable[[socket.socket, str, int], None] | None = None
+        self._query: Callable[[bytes], bytes | None] | None = None
 
     @property
     def sandbox_id(self) -> str:
@@ -63,6 +65,31 @@ class FakeInstance:
     @property
     def channel(self) -> SocketChannel:
         return self._channel
+
+    async def serve_network(
+        self, connected: Callable[[socket.socket, str, int], None], query: Callable[[bytes], bytes | None]
+    ) -> None:
+        """As in `ports.NetworkHost`."""
+        self._connected, self._query = connected, query
+
+    async def end_network(self) -> None:
+        """As in `ports.NetworkHost`."""
+        self._connected = self._query = None
+
+    def dial(self, address: str, port: int) -> socket.socket:
+        """A connection from a program inside; refused where no network is served. Blocking, as a program's."""
+        if self._connected is None:
+            raise ConnectionRefusedError(f"{address}:{port}")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            inside = socket.create_connection(listener.getsockname())
+            arrived, _ = listener.accept()
+        arrived.setblocking(False)
+        self._connected(arrived, address, port)
+        return inside
+
+    def look_up(self, query: bytes) -> bytes | None:
+        """A program's DNS query."""
+        return None if self._query is None else self._query(query)
 
     def ended(self) -> Awaitable[InstanceEnd]:
         return asyncio.shield(self._end)
@@ -103,6 +130,10 @@ class FakeBackend:
     def epoch(self) -> int:
         return self.host.epoch
 
+    def instance(self, sandbox_id: str) -> FakeInstance:
+        """A running one, for tests that play its programs."""
+        return self._instances[sandbox_id]
+
     async def open(self, known: dict[str, Handle]) -> dict[str, FakeInstance]:
         for sandbox_id in self.host.guests.keys() - known.keys():
             await self.destroy(sandbox_id, {})
@@ -112,8 +143,8 @@ class FakeBackend:
         return {sandbox_id: await self._adopt(sandbox_id, known[sandbox_id]) for sandbox_id in sorted(alive)}
 
     def check(self, spec: SandboxSpec) -> None:
-        if spec.cpu_class is not None or spec.network is not None or spec.gpus is not None:
-            raise Unsupported("CPU classes, network rules and GPUs are not built yet", remedy="Leave the field out.")
+        if spec.cpu_class is not None or spec.gpus is not None:
+            raise Unsupported("CPU classes and GPUs are not built yet", remedy="Leave the field out.")
         if spec.environment not in self.host.environments:
             raise EnvironmentNotFound(f"there is no environment {spec.environment}")
         if not spec.workdir.startswith("/"):
