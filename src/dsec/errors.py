@@ -14,6 +14,8 @@
         Conflict                  conflict               409   a key was used for a different request
         SandboxEnded              sandbox_ended          410   carries its cause
         PortClosed                port_closed            409   nothing listens there inside, or the connection was cut
+        BadAnswer                 bad_answer             409   a program inside answered what is not HTTP
+        Misdirected               misdirected            421   a sandbox's host name under a domain that isn't ours
         TooLarge                  too_large              413
         Unsupported               unsupported            422   a feature that this server or host doesn't have (yet)
         QuotaExceeded             quota_exceeded         429
@@ -139,6 +141,16 @@ class SandboxEnded(CallerError):
 class PortClosed(CallerError):
     code = "port_closed"
     http_status = 409
+
+
+class BadAnswer(CallerError):
+    code = "bad_answer"
+    http_status = 409
+
+
+class Misdirected(CallerError):
+    code = "misdirected"
+    http_status = 421
 
 
 class TooLarge(CallerError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import http.client
 import inspect
+import os
 import uuid
 
 from case_kit import raises, run, until
@@ -52,6 +54,37 @@ def case_create_with_options(_):
         assert box.commands.run("echo $COLOUR", envs={"COLOUR": "red"}).stdout == "red\n"
     finally:
         box.kill()
+
+
+def ask(box, port, **headers):
+    """Status and body of a request to a port, by the host name that the client says (of which no DNS knows here)."""
+    server = os.environ["E2B_SANDBOX_URL"].removeprefix("http://")
+    connection = http.client.HTTPConnection(server, timeout=30)
+    connection.request("GET", "/etc/hostname", headers={"Host": box.get_host(port), **headers})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def case_ports_by_host_name(_):
+    with Sandbox.create() as box:
+        status, body = ask(box, 8080)
+        assert status == 502
+        assert "port is not open" in body
+        box.commands.run("python3 -m http.server -d / 8080", background=True)
+        until(lambda: ask(box, 8080)[0] == 200, "the server inside")
+        assert box.traffic_access_token is None
+    status, body = ask(box, 8080)
+    assert status == 502
+    assert "was not found" in body
+
+
+def case_private_ports(_):
+    with Sandbox.create(network={"allow_public_traffic": False}) as box:
+        token = {"e2b-traffic-access-token": box.traffic_access_token}
+        box.commands.run("python3 -m http.server -d / 8080", background=True)
+        until(lambda: ask(box, 8080, **token)[0] == 200, "the server inside")
+        assert ask(box, 8080)[0] == 401
+        assert Sandbox.connect(box.sandbox_id).traffic_access_token == box.traffic_access_token
 
 
 def case_what_is_not_there_yet_says_so(box):

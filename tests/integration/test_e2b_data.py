@@ -86,7 +86,7 @@ async def test_the_token_survives_the_server(server: Served, box: Box) -> None:
 async def test_which_sandbox(box: Box) -> None:
     assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_id="")), 400)
     assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_port="x")), 400)
-    assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_port="8080")), 501)
+    assert is_error(parsed(await box.raw("GET", "/health", e2b_sandbox_port="8080")), 400)
     status, _, _ = await box.server.raw_bytes(
         f"GET /health HTTP/1.1\r\nhost: 49983-{box.id}.example:80\r\nconnection: close\r\n"
         f"x-access-token: {box.token}\r\n\r\n".encode()

@@ -1,8 +1,8 @@
 """The ASGI application: who calls, which handler, and one form for every error.
 
-Hot calls (exec, files, batches) go to raw handlers, control calls to Litestar. A request is authenticated here, and
-authorised for the sandbox in its path, before any of them sees it. Paths are split before they are decoded, so that a
-name or key may hold `/` as %2F.
+A host name that is a sandbox's port goes to the port proxy, whatever its path. Hot calls (exec, files, batches) go to
+raw handlers, control calls to Litestar. A request is authenticated here, and authorised for the sandbox in its path,
+before any of them sees it. Paths are split before they are decoded, so that a name or key may hold `/` as %2F.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
+from dsec.api.ports import PortProxy
 from dsec.api.swerex import Swerex
 from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
@@ -40,9 +41,11 @@ class Api:
         e2b: E2bConfig | None = None,
     ) -> None:
         self._edge = edge
-        self._control: Litestar = control.build(edge, environments, version)
+        domain = None if e2b is None else e2b.domain
+        self._control: Litestar = control.build(edge, environments, version, domain)
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
+        self.ports = PortProxy(edge, domain, self._note)
         self._e2b = E2b(edge, environments=environments, config=e2b)
         self._sessions = Sessions(edge)
         self._swerex = Swerex(edge, self._sessions)
@@ -88,6 +91,10 @@ class Api:
 
     async def _route(self, x: Exchange) -> None:
         scope = x.scope
+        port = self.ports.target(x.host)
+        if port is not None:
+            await self.ports(x, port)
+            return
         raw: str = scope["raw_path"].decode("ascii")
         edge = self._edge
         if raw.startswith("/v1/"):

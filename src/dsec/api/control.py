@@ -20,12 +20,13 @@ from litestar.types import Scope
 from msgspec import Struct
 
 from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
+from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
-from dsec.spec.sandbox import SandboxInfo, SandboxSpec, Seconds, State
+from dsec.spec.sandbox import PortAccess, SandboxInfo, SandboxSpec, Seconds, State
 
 EXCHANGE = "dsec.exchange"
 DeadlineS = Annotated[
@@ -87,8 +88,10 @@ class Health(Struct, frozen=True):
     ok: bool = True
 
 
-def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]], version: str) -> Litestar:
-    """The Litestar application for one edge."""
+def build(
+    edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]], version: str, domain: str | None = None
+) -> Litestar:
+    """The Litestar application for one edge. `domain`: where ports are served by host name (None: this machine's)."""
 
     @post("/v1/sandboxes", status_code=201, summary="Create a sandbox, or return the one of this name or key")
     async def create(
@@ -147,6 +150,15 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
         edge.check_grants(exchange(scope).owner(), data.network)
         return await edge.set_network(sandbox_id, data.network, merge=True)
 
+    @get("/v1/sandboxes/{sandbox_id:str}/ports", summary="How its ports are reached by host name")
+    async def ports(scope: Scope, sandbox_id: FromPath[str]) -> PortAccess:
+        _, port = scope["server"] or ("", 0)
+        return PortAccess(
+            domain=domain_here(domain, port or 0),
+            token=edge.traffic_token(sandbox_id),
+            public=edge.get(sandbox_id).spec.public_ports,
+        )
+
     @get("/v1/environments", summary="Environments that sandboxes can be made of")
     async def list_environments() -> Environments:
         return Environments(list(environments()))
@@ -186,6 +198,7 @@ def build(edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]
             network,
             set_network,
             change_network,
+            ports,
             list_environments,
             node,
             list_keys,

@@ -81,6 +81,7 @@ class Exchange:
         "content_length",
         "content_type",
         "failed",
+        "host",
         "principal",
         "receive",
         "release",
@@ -96,6 +97,7 @@ class Exchange:
         self.principal: Principal | None = None
         self.authorization = b""
         self.content_type = b""
+        self.host = b""
         self.content_length: int | None = None
         self.release = b""
         self.began = False
@@ -111,6 +113,8 @@ class Exchange:
                 self.content_type = value.partition(b";")[0].strip().lower()
             elif name == b"content-length":
                 self.content_length = int(value)
+            elif name == b"host":
+                self.host = value
             elif name == b"x-request-id":
                 request_id = value[:128]
             elif name == b"x-dsec-release":

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -21,6 +21,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from dsec.api.app import Api
 from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, WHOLE_EXTENSION
+from dsec.api.ports.raw import RAW, RawConnection
 from dsec.errors import ErrorBody, Unavailable
 
 WS_MESSAGE_BYTES = 4 << 20
@@ -68,6 +69,7 @@ class Protocol(HttpToolsProtocol):
     whole."""
 
     _header_bytes = 0
+    _raw: RawConnection | None = None
     _extensions: dict[str, Any]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,6 +90,39 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._header_bytes = 0
         self.scope["extensions"] = self._extensions
+
+    def on_headers_complete(self) -> None:
+        """One meaning for each request: a second host is refused, be it a header or in the request line. A WebSocket to
+        a port inside is passed through as bytes, so it isn't made one of ours."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (self.url[:1] not in b"/*" and [self.url.split(b"/")[2]] != hosts):
+            raise ValueError("more than one host")  # httptools turns it into a parser error
+        api: Any = self.app
+        if self.parser.should_upgrade() and super()._should_upgrade() and hosts and api.ports.claims(hosts[0]):
+            self._raw = RawConnection(_Wire(self), self._taken)
+            cast("dict[str, Any]", self.scope)[RAW] = self._raw
+        super().on_headers_complete()
+
+    def _should_upgrade(self) -> bool:
+        return self._raw is None and super()._should_upgrade()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        pass
+
+    def data_received(self, data: bytes) -> None:
+        if self._raw is not None:
+            self._raw.feed(data)
+        else:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._raw is not None:
+            self._raw.lose()
+
+    def _taken(self) -> None:
+        """The request's end, for uvicorn: no answer of its own comes."""
+        self.cycle.response_started = self.cycle.response_complete = True
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -114,6 +149,26 @@ class Protocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode("ascii") + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+class _Wire:
+    """What a `RawConnection` borrows of its connection."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._protocol = protocol
+
+    def pause(self) -> None:
+        self._protocol.flow.pause_reading()
+
+    def resume(self) -> None:
+        self._protocol.flow.resume_reading()
+
+    async def send(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+        await self._protocol.flow.drain()
+
+    def end(self) -> None:
+        self._protocol.transport.close()
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):

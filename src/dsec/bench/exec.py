@@ -8,6 +8,7 @@ code 1 where something failed.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from dsec.sdk._config import FILE_NAME, Endpoint
 from dsec.spec.sandbox import GIB, SandboxSpec
 
 MB = 1_000_000
+_SETTLING_S = 2.0
+"""What opening many streams leaves to do is done by then: the event log is saved within a second."""
 
 
 class Plan(Struct, frozen=True):
@@ -36,6 +39,8 @@ class Plan(Struct, frozen=True):
     at_once: int
     output_mb: int
     upload_mb: int
+    streams: int
+    idle_s: float
     e2b: Path | None = None
 
 
@@ -49,6 +54,14 @@ class Plan(Struct, frozen=True):
     "--output-mb", type=click.IntRange(1, 10_000), default=100, show_default=True, help="One command's output."
 )
 @click.option("--upload-mb", type=click.IntRange(1, 10_000), default=500, show_default=True, help="An uploaded file.")
+@click.option(
+    "--streams",
+    type=click.IntRange(1, 2000),
+    default=500,
+    show_default=True,
+    help="Open ones on which nothing happens.",
+)
+@click.option("--idle-s", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="To watch them for.")
 @click.option("--e2b", type=click.Path(path_type=Path), help="Directory with E2B's package, where it isn't found.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
@@ -81,6 +94,11 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
             e2b_times = await _e2b_times(plan, state, first.id)
             turn = await load.exec_parallel(sandboxes, plan.parallel, plan.at_once)
             say(f"{plan.at_once} at once: {turn.rate:.0f}/s, {turn.failures} failed")
+            quiet = await meter.cpu_percent([server.pid], plan.idle_s)
+            async with load.idle_streams(sandboxes, plan.streams):
+                await asyncio.sleep(_SETTLING_S)
+                idle = await meter.cpu_percent([server.pid], plan.idle_s)
+            say(f"{plan.streams} idle streams: {idle:.2f} % of a core, without them {quiet:.2f} %")
             watched = {"server": server.pid, "client": os.getpid(), **_holders(state)}
             before = {name: meter.resident_kib(pid) for name, pid in watched.items()}
             for pid in watched.values():
@@ -102,6 +120,9 @@ async def measure(plan: Plan, state: Path) -> dict[str, Any]:
         "exec_p99_ms": round(percentile(times, 99), 3),
         "exec_per_s": round(turn.rate, 1),
         "pty_echo_p50_ms": round(percentile(echoes, 50), 3),
+        "idle_streams_cpu_percent": round(idle, 3),
+        "no_streams_cpu_percent": round(quiet, 3),
+        "streams": plan.streams,
         "e2b_extra_ms": round(percentile(e2b_times, 50) - percentile(times, 50), 3) if e2b_times else None,
         **{name: round(speed, 1) for name, speed in speeds.items()},
         "peak_mib": {name: round(kib / 1024, 1) for name, kib in peaks.items()},

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -17,6 +18,7 @@ from dsec.errors import DsecError
 from dsec.spec.sandbox import MIB, PtySize, SandboxSpec
 
 TRUE = ("/bin/true",)
+_AT_ONCE = 25
 _CHUNK = bytes(1 * MIB)
 
 
@@ -120,6 +122,42 @@ async def echo_times(sandbox: AsyncSandbox, count: int) -> list[float]:
             await anext(echo)
             times.append((time.perf_counter() - began) * 1e3)
     return times
+
+
+@asynccontextmanager
+async def idle_streams(sandboxes: list[AsyncSandbox], count: int) -> AsyncIterator[None]:
+    """`count` open streams over the sandboxes in turn, by kind in turn: a watch, the output of a command that says
+    nothing, the events of a sandbox. Nothing happens on any of them."""
+
+    async def open_one(stack: AsyncExitStack, index: int) -> None:
+        sandbox = sandboxes[index % len(sandboxes)]
+        kind = index // len(sandboxes) % 3
+        if kind == 0:
+            watch = await sandbox.files.watch("/tmp")
+            stack.push_async_callback(watch.close)
+        elif kind == 1:
+            command = await sandbox.commands.start(["/bin/sleep", "3600"])
+            await stack.enter_async_context(command)
+            waiting = asyncio.create_task(command.wait())
+            stack.push_async_callback(_cancel, waiting)
+        else:
+            events = asyncio.create_task(_follow(sandbox))
+            stack.push_async_callback(_cancel, events)
+
+    async with AsyncExitStack() as stack:
+        for start in range(0, count, _AT_ONCE):
+            await asyncio.gather(*(open_one(stack, index) for index in range(start, min(count, start + _AT_ONCE))))
+        yield
+
+
+async def _follow(sandbox: AsyncSandbox) -> None:
+    async for _ in sandbox.events(follow=True):
+        pass
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def exec_parallel(sandboxes: list[AsyncSandbox], count: int, at_once: int) -> Turn:

@@ -56,6 +56,8 @@ def inspect(ids: tuple[str, ...], as_json: bool) -> None:
 async def _about(sandbox: AsyncSandbox) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(sandbox.info)
     with contextlib.suppress(DsecError):  # it has ended, or ends just now
+        access = await sandbox.ports.access()
+        found["ports"] = {"host": f"PORT-{sandbox.id}.{access.domain}", "public": access.public}
         found["usage"] = msgspec.to_builtins(await sandbox.usage())
         found["commands"] = msgspec.to_builtins(await sandbox.commands.list())
     return found

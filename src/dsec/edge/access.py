@@ -4,7 +4,8 @@ Owns their form: `dsk_<secret>` and `dst_<sandbox id>_<secret>`, each secret 32 
 is kept; with that much randomness a slow hash gains nothing. Comparison takes constant time.
 
 Beside the token that its creator got, each sandbox has an access token, `dst_<sandbox id>_~<tag>`, which can be told
-again (to who holds an API key of the project): the tag is an HMAC under the node's key, so nothing of it is kept.
+again (to who holds an API key of the project): the tag is an HMAC under the node's key, so nothing of it is kept. Its
+traffic token, `dtt_<sandbox id>_<tag>`, is made likewise and admits to its ports alone.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class Access:
         """The token of a sandbox that can be told again."""
         tag = hmac.digest(self._key, b"access token\0" + sandbox_id.encode("ascii", "replace"), "sha256")
         return f"dst_{sandbox_id}_~{tag.hex()}"
+
+    def traffic_token(self, sandbox_id: str) -> str:
+        """The token of a sandbox's ports, which no call of the API takes."""
+        tag = hmac.digest(self._key, b"traffic token\0" + sandbox_id.encode("ascii", "replace"), "sha256")
+        return f"dtt_{sandbox_id}_{tag.hex()}"
 
     def authorize(self, principal: Principal, sandbox_id: str) -> None:
         """Raises `SandboxNotFound` or `PermissionDenied`."""

@@ -223,6 +223,10 @@ class EdgeClient(Observed, Protocol):
         told again to a caller who has the right to the sandbox. Raises `SandboxNotFound`."""
         ...
 
+    def traffic_token(self, sandbox_id: str) -> str:
+        """A token that admits to this sandbox's ports and to no call: always the same. Raises `SandboxNotFound`."""
+        ...
+
     def check_grants(self, principal: Principal, network: Network | None) -> None:
         """Whether the principal may give a sandbox this network. Raises `PermissionDenied`, `InvalidRequest`,
         `Unsupported`."""

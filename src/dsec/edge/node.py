@@ -190,6 +190,11 @@ class Edge:
             raise no_sandbox(sandbox_id)
         return self._access.access_token(sandbox_id)
 
+    def traffic_token(self, sandbox_id: str) -> str:
+        if self._record(sandbox_id) is None:
+            raise no_sandbox(sandbox_id)
+        return self._access.traffic_token(sandbox_id)
+
     def check_grants(self, principal: Principal, network: Network | None) -> None:
         self._access.check_grants(principal, network)
 

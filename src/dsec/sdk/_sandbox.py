@@ -244,6 +244,14 @@ class AsyncSandbox:
         async for event in follow_events(self._transport, f"{self._path}/events", after, follow):
             yield event
 
+    async def get_host(self, port: int) -> str:
+        """The host name at which the server serves a port inside; see `ports.get_host`."""
+        return await self.ports.get_host(port)
+
+    async def url(self, port: int, *, token: bool = False) -> str:
+        """The URL of a port inside; see `ports.url`."""
+        return await self.ports.url(port, token=token)
+
     async def __aenter__(self) -> AsyncSandbox:
         return self
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from dsec.errors import BY_CODE, DsecError, ErrorBody, InvalidRequest, PortClosed, Unavailable, from_body
 from dsec.sdk._transport import Transport, cut_errors, decoded, timed_out
-from dsec.spec.sandbox import FileEvent
+from dsec.spec.sandbox import FileEvent, PortAccess
 from dsec.wire.events import from_json
 
 if TYPE_CHECKING:
@@ -96,7 +96,27 @@ class AsyncPorts:
     def __init__(self, transport: Transport, sandbox_id: str) -> None:
         """Not for callers."""
         self._transport = transport
+        self._sandbox_id = sandbox_id
         self._path = f"/v1/sandboxes/{sandbox_id}/ports"
+        self._access: PortAccess | None = None
+
+    async def access(self, *, request_timeout_s: float | None = None) -> PortAccess:
+        """How they are reached by host name: the domain, and the token that admits to those that aren't public."""
+        if self._access is None:
+            url = self._transport.url(self._path)
+            self._access = await self._transport.call("GET", url, PortAccess, request_timeout_s=request_timeout_s)
+        return self._access
+
+    async def get_host(self, port: int) -> str:
+        """The host name at which the server serves a port inside, for HTTP and WebSockets."""
+        return f"{port}-{self._sandbox_id}.{(await self.access()).domain}"
+
+    async def url(self, port: int, *, token: bool = False) -> str:
+        """The URL of a port inside, by the scheme at which the server itself is reached. `token`: with the sandbox's
+        traffic token, for a browser, which gets a cookie for it; whoever has it reaches all ports of the sandbox."""
+        scheme = self._transport.endpoint.url.partition("://")[0]
+        end = f"?dsec_token={(await self.access()).token}" if token else ""
+        return f"{scheme}://{await self.get_host(port)}/{end}"
 
     async def connect(self, port: int, *, request_timeout_s: float | None = None) -> AsyncPortStream:
         """Connect to a TCP port on the loopback inside. Raises `PortClosed` where nothing listens there,

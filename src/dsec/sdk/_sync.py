@@ -206,6 +206,14 @@ class Sandbox(Wrapper):
         ended, over as many connections as it takes. Raises `SandboxNotFound`."""
         return iterate(self._async.events(after=after, follow=follow))
 
+    def get_host(self, port: int) -> str:
+        """The host name at which the server serves a port inside; see `ports.get_host`."""
+        return call(self._async.get_host(port))
+
+    def url(self, port: int, *, token: bool = False) -> str:
+        """The URL of a port inside; see `ports.url`."""
+        return call(self._async.url(port, token=token))
+
     def __enter__(self) -> Sandbox:
         return self
 

@@ -12,7 +12,7 @@ from dsec.sdk._files import AsyncFiles, Content, Path
 from dsec.sdk._portal import Wrapper, call, iterate
 from dsec.sdk._results import CommandResult, Output
 from dsec.sdk._streams import AsyncPorts, AsyncPortStream, AsyncWatch
-from dsec.spec.sandbox import FileEvent, FileInfo, ProcessInfo, PtySize
+from dsec.spec.sandbox import FileEvent, FileInfo, PortAccess, ProcessInfo, PtySize
 
 
 class Watch(Wrapper):
@@ -53,6 +53,19 @@ class Ports(Wrapper):
     def __init__(self, inner: AsyncPorts) -> None:
         """Not for callers."""
         self._async = inner
+
+    def access(self, *, request_timeout_s: float | None = None) -> PortAccess:
+        """How they are reached by host name: the domain, and the token that admits to those that aren't public."""
+        return call(self._async.access(request_timeout_s=request_timeout_s))
+
+    def get_host(self, port: int) -> str:
+        """The host name at which the server serves a port inside, for HTTP and WebSockets."""
+        return call(self._async.get_host(port))
+
+    def url(self, port: int, *, token: bool = False) -> str:
+        """The URL of a port inside, by the scheme at which the server itself is reached. `token`: with the sandbox's
+        traffic token, for a browser, which gets a cookie for it; whoever has it reaches all ports of the sandbox."""
+        return call(self._async.url(port, token=token))
 
     def connect(self, port: int, *, request_timeout_s: float | None = None) -> PortStream:
         """Connect to a TCP port on the loopback inside. Raises `PortClosed` where nothing listens there,

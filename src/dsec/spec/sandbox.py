@@ -21,6 +21,7 @@ GIB = 1 << 30
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@:+-]{0,199}$"
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="letters, digits and ._/@:+- , at most 200")]
 Seconds = Annotated[float, Meta(gt=0, le=366 * 86400.0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 Key = Annotated[str, Meta(min_length=1, max_length=120)]
 
 
@@ -71,6 +72,20 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     network: Network | None = None
     """What it may reach, by named permission (docs/NETWORK.md); absent: nothing."""
     gpus: int | None = None
+    public_ports: Annotated[list[Port], Meta(max_length=64)] | bool = False
+    """Ports that the port proxy serves to whoever knows the host name: all, none, or these. The others take a token."""
+
+
+class PortAccess(Struct, frozen=True, kw_only=True):
+    """How a sandbox's ports are reached by host name: `{port}-{id}.{domain}`."""
+
+    domain: str
+    """With a port where it isn't the scheme's own."""
+    token: str
+    """Admits to the sandbox's ports and to nothing else: the header X-Dsec-Token, or once `?dsec_token=` in a
+    browser."""
+    public: list[int] | bool = False
+    """Ports that need no token, as in `SandboxSpec.public_ports`."""
 
 
 class PtySize(Struct, frozen=True, forbid_unknown_fields=True):

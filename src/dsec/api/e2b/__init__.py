@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import errors, files, rpc
-from dsec.api.e2b.call import ENVD_PORT, Call
+from dsec.api.e2b.call import Call
 from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.control import Control
 from dsec.api.e2b.filesystem import FilesystemService
@@ -22,6 +22,7 @@ from dsec.api.e2b.signatures import Signatures
 from dsec.api.e2b.users import Users
 from dsec.api.e2b.watchers import WatcherService
 from dsec.api.exchange import Exchange
+from dsec.api.ports.hosts import ENVD_PORT
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxNotFound
 from dsec.spec.sandbox import State
@@ -200,5 +201,7 @@ class E2b:
             return None
         sandbox_id, port = target
         if port != ENVD_PORT:
-            raise errors.not_yet(f"traffic to port {port} of a sandbox")
+            raise InvalidRequest(
+                f"port {port} of a sandbox is not served by headers", remedy="Use its host name: get_host(port)."
+            )
         return sandbox_id

@@ -12,10 +12,10 @@ import binascii
 import re
 
 from dsec.api.exchange import Exchange
+from dsec.api.ports.hosts import ENVD_PORT
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, InvalidRequest, SandboxNotFound, Unauthenticated
 
-ENVD_PORT = 49983
 _HOST = re.compile(r"(\d{1,5})-([0-9a-v]{24})\.", re.IGNORECASE)
 _MAX_TIMEOUT_MS = 10**10
 

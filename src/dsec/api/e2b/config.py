@@ -28,7 +28,10 @@ class E2bConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     templates: dict[str, str] = msgspec.field(default_factory=TEMPLATES.copy)
     """Template name -> environment. Any other template name is an environment's."""
     domain: str | None = None
-    """Where sandboxes are served by host name; told to clients at creation."""
+    """Where sandboxes are served by host name (`{port}-{id}.{domain}`), with a port where it isn't the scheme's own;
+    told to clients. None: `localhost` with the server's port."""
+    public_traffic: bool = True
+    """Whether ports of a sandbox are public where its creation doesn't say `allowPublicTraffic`: E2B's own default."""
     internet: Internet = "refuse"
     """What `allow_internet_access=True` does: `refuse` says that there is no network; `ignore` makes the sandbox
     without one. An absent value is always a sandbox without network."""

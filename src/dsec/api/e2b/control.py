@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import models
@@ -26,6 +27,7 @@ from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.errors import not_yet
 from dsec.api.e2b.network import NetworkUpdate, network_of
 from dsec.api.e2b.signatures import Signatures
+from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound
 from dsec.spec.network import Network
@@ -75,7 +77,7 @@ class Control:
         info = created.sandbox
         if not models.alive(info):
             raise SandboxNotFound(f"the sandbox of this Idempotency-Key, {info.id}, has ended")
-        await x.answer(201, models.created(info, self._signatures.token(info.id), self._config))
+        await x.answer(201, self._opened(call, info))
 
     async def connect(self, call: Call, sandbox_id: str) -> None:
         """POST /v2/sandboxes/{id}/connect: its token again; its end is put off where the timeout is later."""
@@ -84,13 +86,23 @@ class Control:
         info = self._running(sandbox_id)
         if info.expires_at is not None and request.timeout and time.time() + request.timeout > info.expires_at:
             info = await self._edge.renew(sandbox_id, float(request.timeout))
-        await x.answer(200, models.created(info, self._signatures.token(sandbox_id), self._config))
+        await x.answer(200, self._opened(call, info))
+
+    def _opened(self, call: Call, info: SandboxInfo) -> models.Opened:
+        """What creator and connecting client are told."""
+        traffic = None if info.spec.public_ports is True else self._edge.traffic_token(info.id)
+        return models.created(info, self._signatures.token(info.id), self._told(call), traffic)
+
+    def _told(self, call: Call) -> E2bConfig:
+        """The settings with the domain as clients reach it."""
+        _, port = call.x.scope["server"] or ("", None)
+        return replace(self._config, domain=domain_here(self._config.domain, port or 0))
 
     async def inspect(self, call: Call, sandbox_id: str) -> None:
         """GET /sandboxes/{id}"""
         info = self._running(sandbox_id)
         network = self._edge.network(sandbox_id).policy
-        await call.x.answer(200, models.detailed(info, self._signatures.token(sandbox_id), self._config, network))
+        await call.x.answer(200, models.detailed(info, self._signatures.token(sandbox_id), self._told(call), network))
 
     async def set_network(self, call: Call, sandbox_id: str, principal: Principal) -> None:
         """PUT /sandboxes/{id}/network: replaces all rules."""

@@ -105,11 +105,19 @@ def spec_of(new: NewSandbox, config: E2bConfig, network: Network) -> SandboxSpec
                 "labels": new.metadata or {},
                 "env": new.env_vars or {},
                 "network": network or None,
+                "public_ports": _public(new, config),
             },
             SandboxSpec,
         )
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from None
+
+
+def _public(new: NewSandbox, config: E2bConfig) -> bool:
+    said = (new.network or {}).get("allowPublicTraffic")
+    if said is not None and not isinstance(said, bool):
+        raise InvalidRequest("network.allowPublicTraffic is true or false")
+    return config.public_traffic if said is None else said
 
 
 def _later(what: str) -> Unsupported:
@@ -146,6 +154,7 @@ class Opened(Struct, frozen=True, kw_only=True, rename=_initials, omit_defaults=
     envd_version: str
     envd_access_token: str
     domain: str | None = None
+    traffic_access_token: str | None = None
 
 
 class Listed(Struct, frozen=True, kw_only=True, rename=_initials, omit_defaults=True):
@@ -208,8 +217,8 @@ class WrittenFile(Struct, frozen=True):
     type: str = "file"
 
 
-def created(info: SandboxInfo, token: str, config: E2bConfig) -> Opened:
-    """Answer to a creation or connect."""
+def created(info: SandboxInfo, token: str, config: E2bConfig, traffic: str | None = None) -> Opened:
+    """Answer to a creation or connect. `traffic`: the token of its ports, where they want one."""
     return Opened(
         template_id=info.spec.environment,
         alias=info.spec.environment,
@@ -218,6 +227,7 @@ def created(info: SandboxInfo, token: str, config: E2bConfig) -> Opened:
         envd_version=ENVD_VERSION,
         envd_access_token=token,
         domain=config.domain,
+        traffic_access_token=traffic,
     )
 
 
