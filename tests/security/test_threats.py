@@ -9,13 +9,20 @@ HERE = Path(__file__).parent
 TEXT = (HERE.parents[1] / "docs" / "THREATS.md").read_text()
 
 
+ANYWHERE = {
+    path.name: path for part in ("unit", "integration", "security") for path in (HERE.parent / part).glob("test_*.py")
+}
+"""Test files that the document may name."""
+
+
 def functions(name: str) -> set[str]:
-    return set(re.findall(r"^def (test_\w+)", (HERE / name).read_text(), re.MULTILINE))
+    return set(re.findall(r"^(?:async )?def (test_\w+)", ANYWHERE[name].read_text(), re.MULTILINE))
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"\btest_\w+(?!\.py)\b", TEXT)) - {path.stem for path in HERE.glob("test_*.py")}
-    existing = set().union(*(functions(path.name) for path in HERE.glob("test_*.py")))
+    files = {name for name in ANYWHERE if name in TEXT}
+    named = set(re.findall(r"\btest_\w+(?!\.py)\b", TEXT)) - {name.removesuffix(".py") for name in files}
+    existing = set().union(*map(functions, files))
     assert named
     assert named <= existing
 
