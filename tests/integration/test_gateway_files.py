@@ -11,7 +11,7 @@ import pytest
 from gateway_kit import Front, open_front, run, serve
 from upstream_kit import MIDDLE, NEW, OLD, Files, repository
 
-from dsec.egress.gateways.config import GatewaysConfig, Upstream
+from dsec.egress.gateways.config import GatewaysConfig, Repository, Upstream
 from dsec.errors import InvalidRequest
 
 MODULE = "mod.example/!thing"
@@ -53,7 +53,11 @@ def files(made: Path, tmp_path: Path) -> Files:
 @pytest.fixture
 async def front(files: Files, tmp_path: Path) -> AsyncIterator[Front]:
     async with serve(files.handle) as url:
-        config = GatewaysConfig(apt=(Upstream(f"{url}/debian"),), go=Upstream(f"{url}/go"), index_ttl_s=0)
+        config = GatewaysConfig(
+            apt=(Repository(f"{url}/debian", inside="http://mirror.example/debian"),),
+            go=Upstream(f"{url}/go"),
+            index_ttl_s=0,
+        )
         async with open_front(tmp_path / "state", config) as front:
             yield front
 

@@ -14,10 +14,11 @@ from yarl import URL
 from dsec.egress.gateway import Grant
 from dsec.egress.gateways.answers import Refusal, forbidden
 from dsec.egress.gateways.base import BaseGateway, Call, Shared
-from dsec.egress.gateways.config import Upstream, default_apt
+from dsec.egress.gateways.config import Repository, default_apt
 from dsec.egress.gateways.paths import spell
 
 HOST = "apt.dsec"
+_MISSING = "the repository has no such file"
 _FOREVER = re.compile(r".*/by-hash/[^/]+/[0-9a-f]+|.*\.(deb|udeb|dsc)|.*/pool/.*\.(tar\.[a-z0-9]+|diff\.gz|asc)")
 
 
@@ -42,7 +43,7 @@ class AptGateway(BaseGateway):
         self._repositories = default_apt() if configured is None else configured
         for each in self._repositories:
             self.trust(each)
-        self.hosts = (HOST, *dict.fromkeys(str(URL(each.url).host) for each in self._repositories))
+        self.hosts = (HOST, *dict.fromkeys(str(each.address.host) for each in self._repositories))
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
@@ -51,23 +52,21 @@ class AptGateway(BaseGateway):
         host = call.request.host.lower().removesuffix(":80").rstrip(".")
         if host == HOST:
             host, path = path[0].lower(), path[1:]
-        upstream = self._repository(call, host, path)
-        url = URL(upstream.url)
-        if options.hosts is not None and url.host not in options.hosts:
-            raise forbidden(call.permission, f"it doesn't include the repositories of {url.host}")
+        repository, base = self._repository(call, host, path)
+        if options.hosts is not None and repository.address.host not in options.hosts:
+            raise forbidden(call.permission, f"it doesn't include the repositories of {host}")
         if "dists" in path and options.suites is not None:
             suite = "/".join(path[path.index("dists") + 1 :]) + "/"
             if not any(suite.startswith(f"{each}/") for each in options.suites):
                 raise forbidden(call.permission, f"it doesn't include the suite of {spell(path)[:200]}")
-        target = URL(f"{url.origin()}{spell(path)}", encoded=True)
-        call.noted["host"] = url.authority
+        url = URL(repository.url)
+        target = URL(f"{url.origin()}{url.raw_path.rstrip('/')}{spell(path[base:])}", encoded=True)
+        call.noted["host"] = host
         if _FOREVER.fullmatch(spell(path)):
-            item = await self.fetch_file(
-                call, upstream, target, sha256=None, missing_text="the repository has no such file"
-            )
+            item = await self.fetch_file(call, repository, target, sha256=None, missing_text=_MISSING)
         else:
             item = await self.fetch_page(
-                call, upstream, target, {"Accept-Encoding": "identity"}, missing_text="the repository has no such file"
+                call, repository, target, {"Accept-Encoding": "identity"}, missing_text=_MISSING
             )  # fmt: skip
         try:
             return await call.item(item, {"Content-Type": item.headers.get("Content-Type", "application/octet-stream")})
@@ -77,12 +76,12 @@ class AptGateway(BaseGateway):
     def environment(self, grants: Sequence[Grant]) -> Mapping[str, str]:
         return {}
 
-    def _repository(self, call: Call, host: str, path: list[str]) -> Upstream:
+    def _repository(self, call: Call, host: str, path: list[str]) -> tuple[Repository, int]:
+        """The repository that a path is in, and how many of its segments lead there. Raises `Refusal`."""
         for each in self._repositories:
-            url = URL(each.url)
-            base = [part for part in url.path.split("/") if part]
-            if host in {url.host, url.authority} and path[: len(base)] == base:
-                return each
+            base = [part for part in each.address.path.split("/") if part]
+            if host in {each.address.host, each.address.authority} and path[: len(base)] == base:
+                return each, len(base)
         raise Refusal(
             403,
             f"refused by the network policy of this sandbox (permission {call.permission}): {host}{spell(path)[:200]}"

@@ -39,6 +39,23 @@ class Upstream(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{self.url!r} is not the base URL of an HTTP server")
 
 
+class Repository(Upstream, frozen=True, forbid_unknown_fields=True):
+    """A Debian repository."""
+
+    inside: str = ""
+    """Its address in a `sources.list` inside, where that isn't `url` itself: a mirror that stands for another host."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inside:
+            Upstream(self.inside)
+
+    @property
+    def address(self) -> URL:
+        """As programs inside know it."""
+        return URL(self.inside or self.url)
+
+
 class Endpoint(Upstream, frozen=True, forbid_unknown_fields=True):
     """A model endpoint that speaks OpenAI's protocol; `url` ends where the paths below begin (`.../v1`)."""
 
@@ -73,7 +90,7 @@ class GatewaysConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     go: Upstream | None = None
     go_checksums: bool = True
     """Whether that proxy serves the checksum database too; else sandboxes do without."""
-    apt: tuple[Upstream, ...] | None = None
+    apt: tuple[Repository, ...] | None = None
     git: Mapping[str, Upstream] = {}
     """By host, as in `git:HOST/...`: where it is really, what is added."""
     http: Mapping[str, Upstream] = {}
@@ -139,7 +156,7 @@ async def default_go() -> Upstream | None:
     return Upstream(url) if url else None
 
 
-def default_apt(root: Path = Path("/etc/apt")) -> tuple[Upstream, ...]:
+def default_apt(root: Path = Path("/etc/apt")) -> tuple[Repository, ...]:
     """The repositories that this node's apt uses, by plain HTTP: the environments' `sources.list` is the node's."""
     files = [root / "sources.list", *sorted((root / "sources.list.d").glob("*.list"))]
     files += sorted((root / "sources.list.d").glob("*.sources"))
@@ -149,7 +166,7 @@ def default_apt(root: Path = Path("/etc/apt")) -> tuple[Upstream, ...]:
             text = re.sub(r"(?m)#.*$", "", path.read_text(errors="replace"))
             for url in re.findall(r"https?://[^\s\]]+", text):
                 found[url.rstrip("/")] = None
-    return tuple(Upstream(url) for url in found)
+    return tuple(Repository(url) for url in found)
 
 
 async def _ask(program: str, *arguments: str) -> str:
