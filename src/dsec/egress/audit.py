@@ -66,7 +66,7 @@ class Audit:
                 seen = found.setdefault(f"{name}s" if name != "address" else "addresses", [])
                 if len(seen) < SHOWN and data[name] not in seen:
                     seen.append(data[name])
-        for name in ("out", "in"):
+        for name in ("out", "in", "bytes", "input_tokens", "output_tokens"):
             if name in data:
                 found[name] = found.get(name, 0) + data[name]
 

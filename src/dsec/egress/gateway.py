@@ -50,10 +50,6 @@ class Gateway(Protocol):
         """Answer. What the grants don't allow is 403 with a text that says which permission is missing."""
         ...
 
-    def check(self, grant: Grant) -> None:
-        """Before a permission is granted: whether it and its options can be. Raises `InvalidRequest`."""
-        ...
-
     def environment(self, grants: Sequence[Grant]) -> Mapping[str, str]:
         """Variables that point the tools inside at it: index URLs, registry settings, git's `insteadOf`."""
         ...

@@ -55,6 +55,8 @@ class Call:
         self.grant = visit.grants[0]
         """Whose permission it counts as; a gateway with several chooses."""
         self.response: web.StreamResponse | None = None
+        self.sent = 0
+        """Bytes of the answer's body so far."""
         self.noted: dict[str, Any] = {}
         """For the audit, beside what every request has."""
 
@@ -80,6 +82,12 @@ class Call:
         await self.response.prepare(self.request)
         return self.response
 
+    async def write(self, data: bytes) -> None:
+        """More of the answer's body."""
+        assert self.response is not None
+        self.sent += len(data)
+        await self.response.write(data)
+
     async def text(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """A short answer in words."""
         headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": "no-store", **(headers or {})}
@@ -94,7 +102,7 @@ class Call:
                 return await self.begin(304, {"ETag": tag})
         response = await self.begin(status, {**headers, "Content-Length": str(len(body))})
         if self.request.method != "HEAD":
-            await response.write(body)
+            await self.write(body)
         return response
 
     async def item(self, item: Item, headers: Mapping[str, str]) -> web.StreamResponse:
@@ -127,7 +135,7 @@ class Call:
         response = await self.begin(status, headers)
         if self.request.method != "HEAD":
             async for data in item.read(start, end):
-                await response.write(data)
+                await self.write(data)
         return response
 
 
@@ -205,7 +213,7 @@ class BaseGateway(ABC):
                     "method": request.method,
                     "path": request.rel_url.raw_path[:512],
                     "status": response.status if response is not None else 0,
-                    "bytes": response.body_length if response is not None and response.prepared else 0,
+                    "bytes": call.sent,
                     "duration_ms": round((time.monotonic() - begun) * 1000, 1),
                     **call.noted,
                 },

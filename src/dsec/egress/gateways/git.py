@@ -216,7 +216,7 @@ class GitGateway(BaseGateway):
     async def _answer(self, call: Call, data: bytes, kind: str) -> web.StreamResponse:
         headers = {"Content-Type": f"application/x-{_READ}-{kind}", "Cache-Control": "no-cache"}
         response = await call.begin(200, {**headers, "Content-Length": str(len(data))})
-        await response.write(data)
+        await call.write(data)
         return response
 
     def _remember(self, key: str, objects: set[str]) -> None:

@@ -109,8 +109,8 @@ async def relay(
             clean = scrubber.feed(chunk)
             if clean:
                 seen(clean)
-                await response.write(clean)
+                await call.write(clean)
         if rest := scrubber.end():
             seen(rest)
-            await response.write(rest)
+            await call.write(rest)
         return response

@@ -1,0 +1,240 @@
+"""pip, npm, apt and git in sandboxes that have just their permission, against servers that speak the real protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from gateway_kit import serve
+from upstream_kit import MIDDLE, NEW, OLD, Files, GitServer, Index, Registry, bare, commit, push, repository
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.errors import InvalidRequest
+from server_kit import Server, serving
+
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+
+SECRET = "sk-very-secret-0123456789"
+
+
+class World:
+    """A server and what is outside of it."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.index, self.registry = Index(), Registry()
+        self.files, self.git = Files(top / "files"), GitServer(top / "git")
+        self.asked: list[dict[str, str]] = []
+        self.client: AsyncClient
+
+    async def model(self, request: web.BaseRequest) -> web.StreamResponse:
+        """A model endpoint that repeats what it got."""
+        await request.content.read()
+        self.asked.append(dict(request.headers))
+        return web.json_response({"got": dict(request.headers), "usage": {"prompt_tokens": 3, "completion_tokens": 4}})
+
+    async def begin(self, stack: AsyncExitStack, state: Path) -> None:
+        self.index.url = await stack.enter_async_context(serve(self.index.handle))
+        self.registry.url = await stack.enter_async_context(serve(self.registry.handle))
+        files = await stack.enter_async_context(serve(self.files.handle))
+        git = await stack.enter_async_context(serve(self.git.handle))
+        model = await stack.enter_async_context(serve(self.model))
+        for version, at in (("1.0", OLD), ("2.0", MIDDLE), ("3.0", NEW)):
+            self.index.add("tool", version, at, requires="base")
+            self.registry.add("left", f"{version}.0", at)
+        self.index.add("base", "0.1", OLD)
+        self.registry.add("@scope/thing", "0.1.0", OLD, requires={"left": "*"})
+        repository(self.files.top, "stable", {"hello-dsec": "1.0"})
+        _, clone = bare(self.git.top, "org/repo.git")
+        self.first = commit(clone, "a", "1", "2021-01-01T00:00:00Z")
+        push(clone)
+        _, other = bare(self.git.top, "org/other.git")
+        commit(other, "b", "2", "2021-01-01T00:00:00Z")
+        push(other)
+        (state / "gateways.toml").write_text(
+            f'[pypi]\nurl = "{self.index.url}/simple/"\n[npm]\nurl = "{self.registry.url}"\n'
+            f'[[apt]]\nurl = "{files}/debian"\ninside = "http://mirror.example/debian"\n'
+            f'[git."git.example"]\nurl = "{git}"\n'
+            f'[inference.main]\nurl = "{model}/v1"\nheaders = {{ Authorization = "Bearer secret:key" }}\n'
+        )
+        (state / "secrets.toml").touch(0o600)
+        (state / "secrets.toml").write_text(f'[key]\nvalue = "{SECRET}"\nhosts = ["{model.removeprefix("http://")}"]\n')
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(debian_module_state: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    world = World(tmp_path_factory.mktemp("outside"))
+    async with AsyncExitStack() as stack:
+        await world.begin(stack, debian_module_state)
+        server: Server = stack.enter_context(serving(debian_module_state))
+        world.client = await stack.enter_async_context(server.client())
+        yield world
+
+
+async def run(box: AsyncSandbox, command: str) -> tuple[int, str]:
+    """A shell command's exit code and all that it printed."""
+    async with asyncio.timeout(120):
+        result = await box.commands.run(["sh", "-c", f"exec 2>&1; {command}"])
+    return result.exit_code or 0, result.stdout
+
+
+async def works(box: AsyncSandbox, command: str) -> str:
+    code, output = await run(box, command)
+    assert code == 0, output
+    return output
+
+
+async def bring(box: AsyncSandbox, paths: list[Path]) -> None:
+    """Programs of this host, at the same places inside."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
+        for path in paths:
+            archive.add(path)
+    await box.files.write("/tmp/tools.tar", packed.getvalue())
+    await works(box, "tar -C / -xf /tmp/tools.tar --keep-directory-symlink && rm /tmp/tools.tar")
+
+
+def libraries(*programs: Path) -> list[Path]:
+    """What they are linked with."""
+    done = subprocess.run(["ldd", *map(str, programs)], capture_output=True, text=True, check=True)
+    return [Path(found) for found in sorted(set(re.findall(r"=> (/\S+)", done.stdout)))]
+
+
+async def test_pip_works_with_its_permission(world: World) -> None:
+    async with await world.client.create("debian", network={"pypi": {"before": "2022-12-31"}}) as box:
+        await works(box, "pip install --target /tmp/site tool")
+        assert sorted(await works_lines(box, "ls -d /tmp/site/*.dist-info | xargs -n1 basename")) == [
+            "base-0.1.dist-info",
+            "tool-2.0.dist-info",
+        ]
+        # Its file can't be had either, nor another gateway, nor the index itself.
+        code, output = await fetch(box, "http://pypi.dsec/files/tool/tool-3.0-py3-none-any.whl")
+        assert "403" in output
+        for url in ("http://npm.dsec/left", "http://git.dsec/", world.index.url):
+            code, output = await fetch(box, url)
+            assert code != 0, url
+        events = [event async for event in box.events() if event.type == "gateway"]
+        assert {event.data["permission"] for event in events} == {"pypi"}
+        assert any(event.data.get("file", "").startswith("tool-2.0") and event.data["bytes"] for event in events)
+        # A later stage has none.
+        await box.network.update({"pypi": False})
+        code, _ = await fetch(box, "http://pypi.dsec/simple/tool/")
+        assert code != 0
+
+
+async def works_lines(box: AsyncSandbox, command: str) -> list[str]:
+    return (await works(box, command)).split()
+
+
+async def fetch(box: AsyncSandbox, url: str) -> tuple[int, str]:
+    """As a program inside does that knows nothing of gateways."""
+    script = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=20).read())"
+    return await run(box, f'python3 -c "{script}"')
+
+
+async def test_git_works_with_its_permission(world: World) -> None:
+    async with await world.client.create("debian", network={"git:git.example/org/repo": True}) as box:
+        await works(box, "git clone -q https://git.example/org/repo.git /tmp/tree")
+        assert await works_lines(box, "git -C /tmp/tree rev-parse HEAD") == [world.first]
+        for url in ("https://git.example/org/other.git", "http://git.dsec/git.example/org/repo/../other.git"):
+            code, output = await run(box, f"git clone -q {url} /tmp/other")
+            assert code != 0, output
+        code, output = await run(box, "cd /tmp/tree && git -c user.name=a -c user.email=a@example.com commit -q "
+                                      "--allow-empty -m x && git push -q origin HEAD:mine")  # fmt: skip
+        assert code != 0
+        assert "403" in output
+
+
+NODE, NPM = Path("/usr/bin/node"), Path(shutil.which("npm") or "/").resolve().parent.parent
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+async def test_npm_works_with_its_permission(world: World) -> None:
+    async with await world.client.create("debian", network={"npm": {"before": "2022-12-31"}}) as box:
+        await bring(box, [NODE, NPM, *libraries(NODE)])
+        await works(
+            box, f"mkdir /tmp/p; cd /tmp/p; echo '{{}}' > package.json; node {NPM}/bin/npm-cli.js install @scope/thing"
+        )
+        lock = json.loads(await works(box, "cat /tmp/p/package-lock.json"))
+        versions = {
+            name.removeprefix("node_modules/"): each["version"] for name, each in lock["packages"].items() if name
+        }
+        assert versions == {"@scope/thing": "0.1.0", "left": "2.0.0"}
+        assert await works(box, "cd /tmp/p; node -p 'require(\"left\")'") == "2.0.0\n"
+
+
+APT = [Path("/usr/bin/apt-get"), Path("/usr/lib/apt/methods/http"), Path("/usr/lib/apt/methods/store")]
+
+
+async def test_apt_works_with_its_permission(world: World) -> None:
+    async with await world.client.create("debian", network={"apt": True}) as box:
+        await bring(box, [Path("/usr/lib/apt"), *APT, *libraries(*APT)])
+        await works(
+            box,
+            "mkdir -p /etc/apt/apt.conf.d /etc/apt/preferences.d /var/lib/apt/lists/partial"
+            " /var/cache/apt/archives/partial /var/log/apt;"
+            " echo 'deb [trusted=yes] http://mirror.example/debian stable main' > /etc/apt/sources.list;"
+            " echo 'APT::Sandbox::User \"root\";' > /etc/apt/apt.conf.d/test; apt-get update",
+        )
+        await works(box, "apt-get install -y --no-install-recommends hello-dsec")
+        assert await works(box, "cat /usr/share/hello-dsec.txt") == "1.0"
+        for url in ("http://mirror.example/private", "http://other.example/debian/dists/stable/Release"):
+            code, _ = await fetch(box, url)
+            assert code != 0
+
+
+async def test_a_model_is_reached_and_its_key_is_not_inside(world: World) -> None:
+    async with await world.client.create("debian", network={"inference:main": True}) as box:
+        output = await works(
+            box,
+            'python3 -c "import json, os, urllib.request as u;'
+            " r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', b'{\\\"model\\\": \\\"m\\\"}',"
+            " {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}); print(u.urlopen(r).read().decode())\"; env",
+        )
+        assert world.asked[-1]["Authorization"] == f"Bearer {SECRET}"
+        assert '"usage"' in output
+        assert SECRET not in output
+        events = [event async for event in box.events() if event.type == "gateway"]
+        assert (events[-1].data["input_tokens"], events[-1].data["output_tokens"]) == (3, 4)
+        assert SECRET not in str(events)
+
+
+async def test_a_connection_to_one_gateway_is_no_way_to_another(world: World) -> None:
+    async with await world.client.create("debian", network={"pypi": True}) as box:
+        before = len(world.registry.asked)
+        for request in (
+            "GET /left HTTP/1.1\\r\\nHost: npm.dsec\\r\\nConnection: close\\r\\n\\r\\n",
+            "GET http://npm.dsec/left HTTP/1.1\\r\\nHost: npm.dsec\\r\\nConnection: close\\r\\n\\r\\n",
+            "CONNECT npm.dsec:80 HTTP/1.1\\r\\nHost: npm.dsec\\r\\n\\r\\n",
+            f"GET {world.registry.url}/left HTTP/1.1\\r\\nHost: pypi.dsec\\r\\nConnection: close\\r\\n\\r\\n",
+        ):
+            script = (
+                "import socket; s = socket.create_connection(('pypi.dsec', 80), 20);"
+                f" s.sendall(b'{request}'); print(s.recv(65536))"
+            )
+            _, output = await run(box, f'python3 -c "{script}"')
+            assert " 200 " not in output, request
+        assert len(world.registry.asked) == before
+
+
+async def test_a_permission_that_its_gateway_does_not_know_is_refused(world: World) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"git:git.example": True},
+        {"inference:other": True},
+        {"git:git.example/a/../b": True},
+    ]
+    for network in wrong:
+        with pytest.raises(InvalidRequest):
+            await world.client.create("debian", network=network)
