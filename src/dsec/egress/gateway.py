@@ -46,6 +46,10 @@ class Gateway(Protocol):
     hosts: tuple[str, ...]
     """The names at which it answers inside, port 80."""
 
+    def check(self, grant: Grant) -> None:
+        """Before a permission is granted: whether it and its options can be. Raises `InvalidRequest`."""
+        ...
+
     async def handle(self, request: web.BaseRequest, visit: Visit) -> web.StreamResponse:
         """Answer. What the grants don't allow is 403 with a text that says which permission is missing."""
         ...
