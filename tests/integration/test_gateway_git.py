@@ -181,6 +181,19 @@ async def test_a_pinned_branch_ends_at_its_commit(front: Front, repositories: Re
     assert log(tree) == [repositories.first]
 
 
+async def test_what_a_definition_hides_a_policy_does_not_show(
+    front: Front, repositories: Repositories, tmp_path: Path
+) -> None:
+    tag, pinned = "refs/tags/v1", {"refs/heads/main": repositories.second, "refs/tags/v1": repositories.first}
+    front.grant("git:git.example/org/repo", refs=["*"], pins=pinned, within=[tag])
+    _, output = await git(front, tmp_path, "ls-remote", f"{URL}.git")
+    assert output.split() == [repositories.first, tag]
+    code, _ = await git(front, tmp_path, "clone", "-q", "--branch", "v1", f"{URL}.git", "tree")
+    assert code == 0
+    code, _ = await git(front, tmp_path / "tree", "fetch", "origin", repositories.second)
+    assert code != 0
+
+
 async def test_permissions_that_are_wrong_are_refused(front: Front) -> None:
     for permission, options in (
         ("git:git.example", {}),

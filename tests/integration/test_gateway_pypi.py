@@ -116,6 +116,10 @@ async def test_projects_and_versions_are_denied_and_allowed(front: Front) -> Non
     status, body = await front.get("http://pypi.dsec/simple/")
     assert status == 200
     assert b"tool" in body
+    front.grant("pypi", allow=["tool", "base"], within=["tool<3"])
+    _, body = await front.get(PAGE, Accept=JSON)
+    assert json.loads(body)["versions"] == ["1.0", "2.0"]
+    assert (await front.get("http://pypi.dsec/simple/base/"))[0] == 403
 
 
 async def test_yanked_and_hashes_are_kept(front: Front, index: Index) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
 import time
 from typing import Any
@@ -350,3 +351,26 @@ def test_two_thousand_names_cost_what_one_does() -> None:
 
     ratio = min(looked_up(large) for _ in range(5)) / min(looked_up(small) for _ in range(5))
     assert ratio < 10, "a list would cost a thousand times as much"
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "both"),
+    [
+        ({"before": "2022-01-01"}, {"before": "2023-01-01"}, {"before": "2022-01-01"}),
+        ({"before": datetime.date(2022, 1, 1)}, {"before": "2021-01-01T10:00:00"}, {"before": "2021-01-01T10:00:00"}),
+        ({"deny": ["a"]}, {"deny": ["b"]}, {"deny": ["a", "b"]}),
+        ({"allow": ["a"]}, {"allow": ["b"]}, {"allow": ["b"], "within": ["a"]}),
+        ({"suites": ["a", "b"]}, {"suites": ["b", "c"]}, {"suites": ["b"]}),
+        ({"tokens": 5, "requests": 9}, {"tokens": 9}, {"tokens": 5, "requests": 9}),
+        ({"headers": {"A": "b"}}, {"write": True}, {"headers": {"A": "b"}, "write": True}),
+        ({"pins": {"r": "1"}}, {"refs": ["*"]}, {"pins": {"r": "1"}, "refs": ["*"], "within": ["r"]}),
+        ({"refs": ["a"]}, {"pins": {"b": "2"}}, {"refs": ["a"], "pins": {"b": "2"}, "within": ["a"]}),
+    ],
+)
+def test_a_policys_options_only_narrow_the_definitions(
+    own: dict[str, Any], given: dict[str, Any], both: dict[str, Any]
+) -> None:
+    accepts = list(PermissionOptions.__struct_fields__)
+    registry = Registry({"mine": Definition(gateway="pypi", options=own, accepts=accepts)}, {"pypi": ("pypi.dsec",)})
+    policy = compile_policy({"mine": PermissionOptions(**given)}, registry)
+    assert [dict(each.options) for each in policy.gateways] == [both]

@@ -250,13 +250,33 @@ def _lower(one: Any, other: Any) -> Any:
     return min(values) if values else None
 
 
+def _both(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a definition and of a policy, so that what either forbids is forbidden. `within`, which only this
+    sets, is a second list that something has to be in."""
+    merged = {**own, **given}
+    for name in own.keys() & given.keys():
+        mine, theirs = own[name], given[name]
+        if name in {"requests", "tokens"}:
+            merged[name] = min(mine, theirs)
+        elif name == "before":
+            merged[name] = min(mine if isinstance(mine, str) else mine.isoformat(), theirs)
+        elif name == "deny":
+            merged[name] = [*mine, *theirs]
+        elif name in {"methods", "suites", "models"}:
+            merged[name] = [each for each in theirs if each in mine]
+        elif name in {"allow", "paths"}:
+            merged["within"] = mine
+    if own.keys() & {"refs", "pins"} and given.keys() & {"refs", "pins"}:
+        merged["pins"] = {**given.get("pins", {}), **own.get("pins", {})}
+        merged["within"] = [*own.get("refs", []), *own.get("pins", {})]
+    return merged
+
+
 def _gateway_grant(each: Permission, options: PermissionOptions, definition: Definition) -> GatewayGrant:
     given: dict[str, Any] = msgspec.to_builtins(options)
-    merged = {**definition.options, **given}
+    merged = _both(definition.options, given)
     for name in LIMITS:
         limit = _lower(given.get(name), getattr(definition, name))
         if limit is not None:
             merged[name] = limit
-    if "before" in given and "before" in definition.options:
-        merged["before"] = min(given["before"], definition.options["before"])
     return GatewayGrant(each.text, definition.gateway or each.kind, each.argument, merged)

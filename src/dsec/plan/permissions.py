@@ -53,7 +53,7 @@ class Definition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     accepts: list[str] = []
     """Options that a policy may set, besides limits."""
     options: dict[str, Any] = {}
-    """For the gateway: `upstream`, `headers`, ... A policy's options are laid over them, but for those it can't set."""
+    """For the gateway: `headers`, `deny`, ... A policy's own, which `accepts` names, narrow them, never widen them."""
     connections: Annotated[int, Meta(ge=1)] | None = None
     bytes: Annotated[int, Meta(ge=1)] | None = None
     bytes_per_s: Annotated[int, Meta(ge=1024)] | None = None

@@ -30,6 +30,8 @@ class HttpOptions(Struct, frozen=True, forbid_unknown_fields=True):
     methods: tuple[str, ...] = ("GET", "HEAD")
     paths: list[str] = []
     """Further limits: a path must be one of these too."""
+    within: list[str] = []
+    """The definition's `paths`, where the policy has some of its own."""
     headers: dict[str, str] = {}
     """Added outside; a value may name secrets (`Bearer secret:NAME`) that are for this host."""
     strip: list[str] = []
@@ -89,9 +91,8 @@ class HttpGateway(BaseGateway):
                 continue
             options = self.read_options(grant, HttpOptions)
             call.grant = grant
-            paths_ok = allowed(path, pattern) and (
-                not options.paths or any(allowed(path, each) for each in options.paths)
-            )
+            limits = [each for each in ([pattern], options.paths, options.within) if each]
+            paths_ok = all(any(allowed(path, each) for each in limit) for limit in limits)
             if not paths_ok:
                 denied = f"it doesn't include the path {spell(path)[:200]}"
             elif method not in {each.upper() for each in options.methods} or method in _NEVER:

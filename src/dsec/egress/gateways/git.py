@@ -50,6 +50,8 @@ class GitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Only these (`refs/heads/main`, `refs/tags/v1*`)."""
     pins: dict[str, str] = {}
     """Refs that are shown at a given commit, whatever they are outside: what came later doesn't exist."""
+    within: list[str] | None = None
+    """Only these too: the definition's, where the policy has refs or pins of its own."""
     headers: dict[str, str] = {}
     """Added outside; a value may name secrets (`Basic secret:NAME`) that are for this host."""
 
@@ -64,7 +66,7 @@ class GitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         """None: no limit."""
         if self.refs is None and not self.pins:
             return None
-        return RefRules(self.refs or (), self.pins)
+        return RefRules(self.refs or (), self.pins, self.within)
 
 
 class GitGateway(BaseGateway):

@@ -42,6 +42,8 @@ class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Only these modules or versions (`example.com/module`, `example.com/*`, `example.com/module@<v1.2.0`)."""
     deny: list[str] = []
     """Not these."""
+    within: list[str] | None = None
+    """Only these too: the definition's `allow`, where the policy has one of its own."""
 
     def __post_init__(self) -> None:
         self.rules()
@@ -53,6 +55,7 @@ class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
             before=None if self.before is None else instant(self.before),
             allow=None if self.allow is None else [Rule.read(each) for each in self.allow],
             deny=[Rule.read(each) for each in self.deny],
+            within=None if self.within is None else [Rule.read(each) for each in self.within],
         )
 
 

@@ -37,6 +37,8 @@ class NpmOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Only these packages or versions (`lodash`, `@scope/name`, `lodash@<4.17.21`); absent: all."""
     deny: list[str] = []
     """Not these."""
+    within: list[str] | None = None
+    """Only these too: the definition's `allow`, where the policy has one of its own."""
 
     def __post_init__(self) -> None:
         self.rules()
@@ -47,6 +49,7 @@ class NpmOptions(Struct, frozen=True, forbid_unknown_fields=True):
             before=None if self.before is None else instant(self.before),
             allow=None if self.allow is None else [Rule.read(each) for each in self.allow],
             deny=[Rule.read(each) for each in self.deny],
+            within=None if self.within is None else [Rule.read(each) for each in self.within],
         )
 
 

@@ -72,9 +72,13 @@ class RefRules(Struct, frozen=True):
 
     patterns: Sequence[str] = ()
     pins: Mapping[str, str] = {}
+    within: Sequence[str] | None = None
+    """A second list of patterns: both have to hold."""
 
     def shown(self, ref: str) -> bool:
         """By name; HEAD follows what it points to."""
+        if self.within is not None and not any(fnmatchcase(ref, pattern) for pattern in self.within):
+            return False
         return ref in self.pins or any(fnmatchcase(ref, pattern) for pattern in self.patterns)
 
     def listing(self, lines: Sequence[bytes]) -> tuple[list[bytes], set[str]]:
@@ -97,7 +101,7 @@ class RefRules(Struct, frozen=True):
                 attributes = [each for each in attributes if not each.startswith("peeled:")]
             kept.append(" ".join([oid, ref, *attributes]).encode() + b"\n")
             objects |= {oid, *(each[7:] for each in attributes if each.startswith("peeled:"))}
-        return [*kept, FLUSH], objects | set(self.pins.values())
+        return [*kept, FLUSH], objects | {oid for ref, oid in self.pins.items() if self.shown(ref)}
 
 
 def fetch_limited(command: Command, objects: Collection[str]) -> tuple[Command, list[str]]:

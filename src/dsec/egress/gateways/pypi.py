@@ -36,6 +36,8 @@ class PypiOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Only these projects or versions (`requests`, `requests<2.32`); absent: all."""
     deny: list[str] = []
     """Not these."""
+    within: list[str] | None = None
+    """Only these too: the definition's `allow`, where the policy has one of its own."""
 
     def __post_init__(self) -> None:
         self.rules()
@@ -46,6 +48,7 @@ class PypiOptions(Struct, frozen=True, forbid_unknown_fields=True):
             before=None if self.before is None else instant(self.before),
             allow=None if self.allow is None else [simple.Rule.read(each) for each in self.allow],
             deny=[simple.Rule.read(each) for each in self.deny],
+            within=None if self.within is None else [simple.Rule.read(each) for each in self.within],
         )
 
 
@@ -86,7 +89,7 @@ class PypiGateway(BaseGateway):
         }
 
     async def _projects(self, call: Call, rules: simple.Either) -> web.StreamResponse:
-        listed = [each.allow for each in rules.rules]
+        listed = [each.within if each.allow is None else each.allow for each in rules.rules]
         if None in listed:
             raise missing("the list of all projects isn't served: ask for a project's page")
         names = sorted({rule.name for allow in listed for rule in allow or () if rules.project(rule.name)})

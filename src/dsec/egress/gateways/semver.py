@@ -64,6 +64,8 @@ class Rules(Struct, frozen=True):
     before: datetime | None = None
     allow: Sequence[Rule] | None = None
     deny: Sequence[Rule] = ()
+    within: Sequence[Rule] | None = None
+    """A second `allow`: both have to hold."""
     below: str = ""
     """Only this one and those whose names begin with it and a slash."""
 
@@ -73,16 +75,17 @@ class Rules(Struct, frozen=True):
             return False
         if any(rule.names(name) and not rule.operator for rule in self.deny):
             return False
-        return self.allow is None or any(rule.names(name) for rule in self.allow)
+        return all(each is None or any(rule.names(name) for rule in each) for each in (self.allow, self.within))
 
     def hidden(self, name: str, version: str, published: datetime | None) -> str | None:
         """Why a version isn't shown; None where it is."""
         if any(rule.names(name) and rule.matches(version, otherwise=True) for rule in self.deny):
             return "denied"
-        if self.allow is not None and not any(
-            rule.names(name) and rule.matches(version, otherwise=False) for rule in self.allow
-        ):
-            return "not allowed"
+        for allowed in (self.allow, self.within):
+            if allowed is not None and not any(
+                rule.names(name) and rule.matches(version, otherwise=False) for rule in allowed
+            ):
+                return "not allowed"
         if self.before is not None:
             if published is None:
                 return "its date isn't known"

@@ -194,22 +194,25 @@ class Rules(Struct, frozen=True):
     before: datetime | None = None
     allow: Sequence[Rule] | None = None
     deny: Sequence[Rule] = ()
+    within: Sequence[Rule] | None = None
+    """A second `allow`: both have to hold."""
 
     def project(self, name: str) -> bool:
         """Whether anything of a project can be shown."""
         if any(rule.name == name and not rule.requirement.specifier for rule in self.deny):
             return False
-        return self.allow is None or any(rule.name == name for rule in self.allow)
+        return all(each is None or any(rule.name == name for rule in each) for each in (self.allow, self.within))
 
     def hidden(self, name: str, file: File, uploaded: datetime | None) -> str | None:
         """Why a file isn't shown; None where it is."""
         version = file.version()
         if any(rule.name == name and rule.matches(version, otherwise=True) for rule in self.deny):
             return "denied"
-        if self.allow is not None and not any(
-            rule.name == name and rule.matches(version, otherwise=False) for rule in self.allow
-        ):
-            return "not allowed"
+        for allowed in (self.allow, self.within):
+            if allowed is not None and not any(
+                rule.name == name and rule.matches(version, otherwise=False) for rule in allowed
+            ):
+                return "not allowed"
         if self.before is not None:
             if uploaded is None:
                 return "the index doesn't say when it was uploaded"
