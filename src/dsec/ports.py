@@ -189,6 +189,25 @@ class Instance(Protocol):
 
 
 @runtime_checkable
+class WatchedHost(Protocol):
+    """What an `Instance` may be besides: one whose files and processes the host's kernel knows, so that they can be
+    watched from outside."""
+
+    @property
+    def pid(self) -> int:
+        """The host's number of its first process."""
+        ...
+
+    @property
+    def frozen(self) -> bool: ...
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop everything inside, or let it go on; within milliseconds. A frozen one can be destroyed. Raises
+        OSError."""
+        ...
+
+
+@runtime_checkable
 class NetworkHost(Protocol):
     """What an `Instance` may be besides: one whose programs can be served a network by name. It has no interface but
     `lo`; what its programs connect to, at any address and port but its own loopback, arrives here instead."""

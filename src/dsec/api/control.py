@@ -27,6 +27,7 @@ from dsec.ports import Usage
 from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.sandbox import PortAccess, SandboxInfo, SandboxSpec, Seconds, State
+from dsec.spec.tripwires import TripwireState
 
 EXCHANGE = "dsec.exchange"
 DeadlineS = Annotated[
@@ -159,6 +160,20 @@ def build(
             public=edge.get(sandbox_id).spec.public_ports,
         )
 
+    @get("/v1/sandboxes/{sandbox_id:str}/tripwires", summary="A running sandbox's tripwires and their hits")
+    async def tripwires(scope: Scope, sandbox_id: FromPath[str]) -> TripwireState:
+        exchange(scope).project()
+        return edge.tripwires(sandbox_id)
+
+    @post(
+        "/v1/sandboxes/{sandbox_id:str}/tripwires/resume",
+        status_code=200,
+        summary="Let a sandbox go on that a tripwire paused",
+    )
+    async def resume_tripwires(scope: Scope, sandbox_id: FromPath[str]) -> TripwireState:
+        exchange(scope).project()
+        return edge.resume_tripwires(sandbox_id)
+
     @get("/v1/environments", summary="Environments that sandboxes can be made of")
     async def list_environments() -> Environments:
         return Environments(list(environments()))
@@ -199,6 +214,8 @@ def build(
             set_network,
             change_network,
             ports,
+            tripwires,
+            resume_tripwires,
             list_environments,
             node,
             list_keys,

@@ -66,6 +66,9 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 @click.option("--name", help="Name within the run: the sandbox of this name is used where it exists.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Label.")
 @network_option
+@click.option(
+    "--tripwires", multiple=True, metavar="SET", help="Rules to watch it by: default, swe (docs/TRIPWIRES.md)."
+)
 @click.option("--keep", is_flag=True, help="Leave the sandbox running and print its id on stderr.")
 @click.argument("environment", type=ENVIRONMENT)
 @click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
@@ -80,6 +83,7 @@ def run(  # noqa: PLR0917 (click passes by name)
     name: str | None,
     labels: tuple[str, ...],
     network: tuple[str, ...],
+    tripwires: tuple[str, ...],
     keep: bool,
     **options: Any,
 ) -> int:
@@ -93,6 +97,7 @@ def run(  # noqa: PLR0917 (click passes by name)
         "name": name,
         "labels": pairs(labels) or None,
         "network": grants(network) or None,
+        "tripwires": list(tripwires) or None,
     }
 
     async def work() -> int:

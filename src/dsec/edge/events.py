@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from dsec.journal.event_store import EventStore, Row
@@ -27,6 +27,7 @@ KEPT = 2000
 LOST_MOST = 1000
 """After a crash numbers go on so much higher: more than could be unsaved."""
 _AGAIN_S = 5.0
+_REFUSALS = frozenset({EventType.REFUSED, EventType.NAME_REFUSED})
 
 log = logging.getLogger("dsec.edge")
 
@@ -58,6 +59,8 @@ class Events:
         self._failing = False
         """The last attempt to save came to nothing: wait for the next one's time."""
         self._closed = False
+        self.on_refused: Callable[[str, str], None] | None = None
+        """Told of each connection or name that the network policy refused a sandbox."""
 
     # --- writing ---
 
@@ -78,6 +81,8 @@ class Events:
                 del found.unsaved[:-SAVE_AT]
         if found.waiters:
             _wake(found)
+        if kind in _REFUSALS and self.on_refused is not None:
+            self.on_refused(sandbox_id, str(data.get("name") or data.get("address") or ""))
 
     def end(self, sandbox_id: str, data: dict[str, Any]) -> None:
         """Nothing is left of it: the last event."""

@@ -30,6 +30,7 @@ from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.tasks import Tasks, bug, log, quiet
 from dsec.edge.timers import Due, Timers
+from dsec.edge.tripwires import Tripwires
 from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
@@ -57,6 +58,7 @@ class Lives:
         tenant: Callable[[str], int],
         notes: Notes,
         networks: Networks,
+        tripwires: Tripwires,
     ) -> None:
         """`tenant`: the number of a project."""
         self.networks = networks
@@ -71,6 +73,7 @@ class Lives:
         self._tasks = tasks
         self._tenant = tenant
         self.notes = notes
+        self._tripwires = tripwires
         self.gate = Gate(config, capacity, self._admitted)
         self.timers = Timers(clock, tasks, self._due)
         self.removals = Removals(
@@ -155,6 +158,7 @@ class Lives:
             instance = await backend.create(record.id, record.spec, record.handle)
             if record.network:
                 await self.networks.begin(sandbox, instance)
+            await self._tripwires.arm(record.id, record.spec, instance, fresh=True)
             return instance, record_s
 
     def _runs(self, sandbox: Sandbox, instance: Instance, began: float, record_s: float) -> None:
@@ -225,6 +229,7 @@ class Lives:
         self._forget(sandbox)
 
     def _queue_end(self, sandbox: Sandbox) -> None:
+        self._tripwires.disarm(sandbox.id)
         self.notes.ending(sandbox)
         self.networks.end(sandbox)
         self.timers.set(("life", sandbox.id), None)

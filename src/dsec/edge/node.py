@@ -27,6 +27,7 @@ from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
+from dsec.edge.tripwires import Tripwires
 from dsec.egress.node import Egress
 from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
@@ -38,6 +39,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.tripwires import TripwireState
 
 BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
@@ -73,6 +75,7 @@ class Edge:
         self._events = events
         self._notes = Notes(events)
         self._networks = Networks(egress=egress, journal=journal, notes=self._notes, connect=self._connect_named)
+        self._tripwires = Tripwires(events, state.key)
         self._lives = Lives(
             backends=self._backends,
             journal=journal,
@@ -83,7 +86,9 @@ class Edge:
             tenant=state.tenant,
             notes=self._notes,
             networks=self._networks,
+            tripwires=self._tripwires,
         )
+        self._tripwires.serve(self._lives.sandboxes, self._lives.end)
         self._naming = Naming(
             lives=self._lives,
             backends=self._backends,
@@ -151,6 +156,7 @@ class Edge:
             for sandbox in await edge._lives.recover():
                 edge._commands.adopt(sandbox)
                 await edge._networks.adopt(sandbox)
+                await edge._tripwires.adopt(sandbox)
             edge._open = True
             undo.pop_all()
         return edge
@@ -169,6 +175,7 @@ class Edge:
                 stack.push_async_callback(backend.close, keep=keep)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._networks.close)
+            stack.callback(self._tripwires.close)
             await self._lives.settle(self._config.create_timeout_s)
             if keep:
                 for sandbox in self._lives.sandboxes.values():
@@ -349,11 +356,19 @@ class Edge:
             async for event in events:
                 yield event
 
+    def tripwires(self, sandbox_id: str) -> TripwireState:
+        return self._tripwires.state(self._live(sandbox_id))
+
+    def resume_tripwires(self, sandbox_id: str) -> TripwireState:
+        return self._tripwires.resume(self._live(sandbox_id))
+
     # --- commands ---
 
     async def exec(self, sandbox_id: str, spec: ExecSpec) -> RunningCommand:
         self._check_open()
-        return await self._commands.exec(self._live(sandbox_id), spec)
+        sandbox = self._live(sandbox_id)
+        self._tripwires.check(sandbox)
+        return await self._commands.exec(sandbox, spec)
 
     async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
         return await self._commands.attach(self._live(sandbox_id), key)
@@ -383,7 +398,7 @@ class Edge:
         self, sandbox_id: str, path: bytes, *, user: str | None = None, offset: int = 0, length: int | None = None
     ) -> AsyncGenerator[bytes, None]:
         async with (
-            self._channel(sandbox_id) as (channel, default),
+            self._channel(sandbox_id, path) as (channel, default),
             aclosing(files.read_file(channel, path, user=user or default, offset=offset, length=length)) as chunks,
         ):
             async for chunk in chunks:
@@ -402,7 +417,7 @@ class Edge:
         append: bool = False,
         exclusive: bool = False,
     ) -> int:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path) as (channel, default):
             written = await files.write_file(
                 channel,
                 path,
@@ -419,32 +434,32 @@ class Edge:
     async def stat_file(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, follow: bool = False
     ) -> FileInfo:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path) as (channel, default):
             return await files.stat(channel, path, user=user or default, follow=follow)
 
     async def list_files(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, depth: int = 1
     ) -> list[FileInfo]:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path) as (channel, default):
             return await files.list_dir(channel, path, user=user or default, depth=depth)
 
     async def move_file(
         self, sandbox_id: str, path: bytes, to: bytes, *, user: str | None = None, exclusive: bool = False
     ) -> None:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path, to) as (channel, default):
             await files.move(channel, path, to, user=user or default, exclusive=exclusive)
         self._notes.file_moved(sandbox_id, path, to)
 
     async def make_directory(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, mode: int | None = None, parents: bool = False
     ) -> None:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path) as (channel, default):
             await files.mkdir(channel, path, user=user or default, mode=mode, parents=parents)
 
     async def remove_file(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
     ) -> None:
-        async with self._channel(sandbox_id) as (channel, default):
+        async with self._channel(sandbox_id, path) as (channel, default):
             await files.remove(channel, path, user=user or default, recursive=recursive)
         self._notes.file_removed(sandbox_id, path, recursive)
 
@@ -453,6 +468,7 @@ class Edge:
     ) -> HeldWatch:
         self._check_open()
         sandbox = self._live(sandbox_id)
+        self._tripwires.check(sandbox)
         user = user or sandbox.record.spec.user
         opening = streams.watch(sandbox.running().channel, path, user=user, recursive=recursive)
         return await hold_watch(self._lives, self._commands, sandbox, opening)
@@ -462,21 +478,24 @@ class Edge:
     async def connect(self, sandbox_id: str, port: int | bytes) -> HeldStream:
         self._check_open()
         sandbox = self._live(sandbox_id)
+        self._tripwires.check(sandbox)
         opening = streams.connect(sandbox.running().channel, port, user=sandbox.record.spec.user)
         return await hold_stream(self._lives, self._commands, sandbox, opening)
 
     # --- inside ---
 
     @asynccontextmanager
-    async def _channel(self, sandbox_id: str) -> AsyncIterator[tuple[GuestChannel, str]]:
+    async def _channel(self, sandbox_id: str, *paths: bytes) -> AsyncIterator[tuple[GuestChannel, str]]:
         """A sandbox's channel for one file call, and its default user. A guest that is gone is explained as for
         commands."""
         self._check_open()
         sandbox = self._live(sandbox_id)
         channel = sandbox.running().channel
+        self._tripwires.check(sandbox)
         self._lives.use(sandbox)
         try:
-            yield channel, sandbox.record.spec.user
+            with self._tripwires.file_call(sandbox_id, *paths):
+                yield channel, sandbox.record.spec.user
         except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(sandbox, error) from error
         finally:

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from dsec.edge.tally import Family
 from dsec.spec.events import SandboxEvent
+from dsec.spec.tripwires import TripwireState
 
 
 class Check(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,4 +48,13 @@ class Observed(Protocol):
 
     def follow_events(self, sandbox_id: str, after: int = 0) -> AsyncIterator[SandboxEvent]:
         """The same, and those to come, until the sandbox has ended. Close it (`aclose`) when done early."""
+        ...
+
+    def tripwires(self, sandbox_id: str) -> TripwireState:
+        """What a live sandbox's tripwires are and how often each was hit. Raises `SandboxNotFound`, `SandboxEnded`,
+        `SandboxLost`."""
+        ...
+
+    def resume_tripwires(self, sandbox_id: str) -> TripwireState:
+        """Let a sandbox go on that a tripwire paused. Raises `Conflict` where none did."""
         ...

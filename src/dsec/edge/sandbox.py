@@ -119,6 +119,7 @@ _WHY = {
     Cause.IDLE_TTL: "its idle_ttl_s passed",
     Cause.LEASE_LAPSED: "its run's lease lapsed",
     Cause.SHUTDOWN: "the server was told to end its sandboxes",
+    Cause.TRIPWIRE: "a tripwire ended it",
     Cause.GUEST_EXITED: "its first process ended",
     Cause.CREATE_FAILED: "it could not be made",
     Cause.NODE_LOST: "its node lost it",

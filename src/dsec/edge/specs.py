@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dsec.errors import InvalidRequest, Unsupported
+from dsec.plan.tripwires import resolve
 from dsec.ports import Backend
 from dsec.spec.sandbox import SandboxSpec
 
@@ -71,6 +72,8 @@ def _check(spec: SandboxSpec) -> None:
             raise InvalidRequest("env has an empty name, a name with '=', or a NUL byte", field="env")
         if sum(len(name) + len(value) for name, value in spec.env.items()) > MAX_ENV_BYTES:
             raise InvalidRequest(f"env is larger than {MAX_ENV_BYTES >> 10} KiB", field="env")
+    if spec.tripwires:
+        resolve(spec.tripwires)
     if spec.labels and (
         len(spec.labels) > MAX_LABELS
         or any(len(name) + len(value) > MAX_LABEL_BYTES for name, value in spec.labels.items())

@@ -267,6 +267,16 @@ class Slot:
         _write(f"{self.v2}/cgroup.freeze", "1" if frozen else "0")
 
     @property
+    def frozen(self) -> bool:
+        """Whether it was told to stop."""
+        return _read(f"{self.v2}/cgroup.freeze").startswith(b"1")
+
+    def thaw(self) -> None:
+        """As `freeze(False)`, for one that may be gone. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            self.freeze(False)
+
+    @property
     def populated(self) -> bool:
         """Whether a living process is inside."""
         try:

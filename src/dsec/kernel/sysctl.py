@@ -34,6 +34,8 @@ WANTED = (
         "fs.pipe-user-pages-soft", 1_048_576, "past it new pipes get one page instead of 16; it is per id", unlimited=0
     ),
     Setting("kernel.pty.max", 262_144, "terminals of all sandboxes together; each of them may make 256"),
+    Setting("fs.fanotify.max_user_groups", 65_536, "up to three a sandbox with tripwires"),
+    Setting("fs.fanotify.max_user_marks", 4_194_304, "the same, for marks"),
     Setting("fs.file-max", 4_194_304, "open files of all sandboxes together"),
     Setting("fs.nr_open", 1_048_576, "the server and the zygote hold descriptors for every sandbox"),
     Setting("fs.mount-max", 1_000_000, "mounts in one mount namespace: layers times id ranges"),

@@ -24,6 +24,7 @@ from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.tripwires import TripwireState
 
 if TYPE_CHECKING:
     from dsec.sdk._client import AsyncClient
@@ -236,6 +237,16 @@ class AsyncSandbox:
         """Its counters now: CPU, memory, processes, disk."""
         url = self._transport.url(f"{self._path}/usage")
         return await self._transport.call("GET", url, Usage, request_timeout_s=request_timeout_s)
+
+    async def tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
+        """What its tripwires are, how often each was hit, and whether one has paused it. Needs an API key."""
+        url = self._transport.url(f"{self._path}/tripwires")
+        return await self._transport.call("GET", url, TripwireState, request_timeout_s=request_timeout_s)
+
+    async def resume_tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
+        """Let it go on after a tripwire paused it. Raises `Conflict` where none did. Needs an API key."""
+        url = self._transport.url(f"{self._path}/tripwires/resume")
+        return await self._transport.call("POST", url, TripwireState, request_timeout_s=request_timeout_s)
 
     async def events(self, *, after: int = 0, follow: bool = False) -> AsyncIterator[SandboxEvent]:
         """What happened to it, oldest first, from above the number `after` on: its making with the time of each phase,

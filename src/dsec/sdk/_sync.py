@@ -20,6 +20,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.network import KeyPolicy
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
+from dsec.spec.tripwires import TripwireState
 
 
 class Sandbox(Wrapper):
@@ -199,6 +200,14 @@ class Sandbox(Wrapper):
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))
+
+    def tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
+        """What its tripwires are, how often each was hit, and whether one has paused it. Needs an API key."""
+        return call(self._async.tripwires(request_timeout_s=request_timeout_s))
+
+    def resume_tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
+        """Let it go on after a tripwire paused it. Raises `Conflict` where none did. Needs an API key."""
+        return call(self._async.resume_tripwires(request_timeout_s=request_timeout_s))
 
     def events(self, *, after: int = 0, follow: bool = False) -> Iterator[SandboxEvent]:
         """What happened to it, oldest first, from above the number `after` on: its making with the time of each phase,

@@ -27,6 +27,7 @@ class Cause(StrEnum):
     IDLE_TTL = "idle_ttl"  # its idle_ttl_s passed
     LEASE_LAPSED = "lease_lapsed"
     SHUTDOWN = "shutdown"  # the server was told to end its sandboxes
+    TRIPWIRE = "tripwire"  # a tripwire's action was to end it
     GUEST_EXITED = "guest_exited"  # pid 1 inside ended, by the sandbox's own memory limit or by an agent's doing
     # the platform's fault
     CREATE_FAILED = "create_failed"

@@ -1,8 +1,8 @@
 """What happened to a sandbox, as the edge saw it from outside: the lines of its event log.
 
 Owns the line's form and the list of types. Invariants: `seq` grows within a sandbox, and a gap in it says that events
-were lost or dropped; nothing in an event comes from inside a sandbox but names that a caller chose, and host names
-and addresses that programs asked for. A later log of
+were lost or dropped; what a caller chose (names) or an agent (host names and addresses, a tripwire's paths and command
+lines) is bounded and made printable. A later log of
 whole trajectories keeps this form and adds types.
 """
 
@@ -32,6 +32,11 @@ class EventType(StrEnum):
     NAME_REFUSED = "name_refused"  # name: a look-up of one that isn't granted
     GATEWAY = "gateway"  # a request that a gateway answered: permission, method, path, status, bytes
     ADOPTED = "adopted"  # a server that was started again took it over
+    TRIPWIRES_ARMED = "tripwires_armed"  # rules, canary, missing_decoys: watched from here on
+    TRIPWIRE = "tripwire"  # rule, severity, action, act, path, what, process, count, at
+    TRIPWIRES_LOST = "tripwires_lost"  # more happened than could be looked at: hits may be missing
+    PAUSED = "paused"  # rule: frozen by a tripwire
+    RESUMED = "resumed"  # rule
     ENDING = "ending"  # cause, infra, message
     ENDED = "ended"  # cause, infra, removal_ms: nothing of it is left; always last
 

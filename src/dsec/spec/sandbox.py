@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from dsec.spec.causes import Cause
 from dsec.spec.network import Network
+from dsec.spec.tripwires import Rule, SetName
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -72,6 +73,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     network: Network | None = None
     """What it may reach, by named permission (docs/NETWORK.md); absent: nothing."""
     gpus: int | None = None
+    tripwires: Annotated[list[SetName | Rule], Meta(max_length=64)] = []
+    """What is to be noticed from outside: names of rule sets and rules of one's own (docs/TRIPWIRES.md)."""
     public_ports: Annotated[list[Port], Meta(max_length=64)] | bool = False
     """Ports that the port proxy serves to whoever knows the host name: all, none, or these. The others take a token."""
 

@@ -315,7 +315,13 @@ class ContainerBackend:
         self.host.picker.adopt(self._cpus[sandbox_id], handle["cpus"])
         self.host.views.acquire(handle["cpus"], handle["memory_bytes"])
         self._views.add(sandbox_id)
-        return await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
+        frozen = slot.frozen
+        if frozen:  # its guest has to answer once
+            slot.freeze(False)
+        instance = await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
+        if frozen:
+            instance.freeze(True)
+        return instance
 
     async def _network_sockets(self, sandbox_id: str) -> tuple[socket.socket, socket.socket]:
         self._need_network()
@@ -383,6 +389,8 @@ class ContainerBackend:
             await self._abandon(spawning, slot)
         if slot is not None:
             slot.kill()
+            if instance is None or instance.frozen:
+                slot.thaw()
         exited = self._exits.get(sandbox_id)
         if exited is not None and not exited.done():
             await asyncio.wait((exited,), timeout=_EXIT_WAIT_S)

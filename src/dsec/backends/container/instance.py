@@ -26,6 +26,7 @@ class ContainerInstance:
         "_network_sockets",
         "_sandbox_id",
         "exited",
+        "frozen",
         "phases_s",
         "pid",
         "slot",
@@ -58,6 +59,7 @@ class ContainerInstance:
         self._network: NetworkSockets | None = None
         self._network_lock = asyncio.Lock()
         self._disk_limit_bytes = disk_limit_bytes
+        self.frozen = False
 
     @property
     def sandbox_id(self) -> str:
@@ -72,6 +74,11 @@ class ContainerInstance:
 
     def usage(self) -> Usage:
         return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
+
+    def freeze(self, frozen: bool) -> None:
+        """As in `ports.WatchedHost`."""
+        self.slot.freeze(frozen)
+        self.frozen = frozen
 
     async def serve_network(self, connected: Connected, query: Query) -> None:
         """As in `ports.NetworkHost`."""
