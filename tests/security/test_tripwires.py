@@ -110,13 +110,13 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         await box.hit("own-decoy", act="read", path="/srv/answers.txt")
 
         # evidence: a process that lives on is known with all that it is
-        await box.sh("exec 3< /root/.ssh/id_rsa; sleep 0.2; true")
+        await box.sh("exec 3< ~/.ssh/id_rsa; sleep 0.2; true")
         seen = await box.hit("decoy-ssh-key", severity="high", action="flag")
         assert seen["process"]["exe"] == "/usr/bin/bash"
         assert seen["process"]["uid"] == 0
         assert seen["process"]["argv"][:2] == ["bash", "-c"]
         assert seen["process"]["parents"][-1]["pid"] == 1
-        await box.sh("ln /root/.aws/credentials /tmp/other; cat /tmp/other")
+        await box.sh("ln ~/.aws/credentials /tmp/other; cat /tmp/other")
         await box.hit("decoy-cloud-credentials", path="/tmp/other")
 
         # files, by name, by other names, by renaming and by removing

@@ -14,7 +14,7 @@ from dsec.spec.tripwires import DecoyRule, PathRule, ProcessRule, Rule, Severity
 
 
 def plan(*rules: str | Rule, workdir: str = "/") -> Plan:
-    return Plan(resolve(rules), home="/root", workdir=workdir)
+    return Plan(resolve(rules), home="/h", workdir=workdir)
 
 
 def hit(glob: str, path: str, touch: Touch = "write") -> bool:
@@ -41,7 +41,7 @@ def hit(glob: str, path: str, touch: Touch = "write") -> bool:
         ("**/test_*.py", "/w/a/test_x/y.py", False),
         ("/w/**/x", "/w/x", True),
         ("/w/**/x", "/w/a/b/x", True),
-        ("~/.ssh/*", "/root/.ssh/id", True),
+        ("~/.ssh/*", "/h/.ssh/id", True),
         ("/a.c", "/abc", False),
         ("/a/**", "/a/line\nbreak", True),
     ],
