@@ -23,13 +23,14 @@ from dsec.edge.network import Networks
 from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
+from dsec.edge.removal import delete_each
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
 from dsec.edge.tripwires import Tripwires
 from dsec.egress.node import Egress
-from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.errors import InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal, Record
 from dsec.journal.state_dir import StateDir
@@ -45,7 +46,6 @@ BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
 _SCOPES = {"leader": 0, "group": 1, "all": 2}
 _SIGKILL = 9
-_DELETE_WIDTH = 64
 
 
 class Edge:
@@ -283,23 +283,11 @@ class Edge:
     async def delete_many(
         self, sandbox_ids: Sequence[str], *, project: str, cause: Cause = Cause.DELETED
     ) -> list[DeleteItem]:
-        return await asyncio.shield(self._tasks.spawn(self._delete_many(list(sandbox_ids), project, cause)))
+        async def one(sandbox_id: str) -> None:
+            self.authorize(Principal(project), sandbox_id)
+            await self.delete(sandbox_id, cause)
 
-    async def _delete_many(self, sandbox_ids: list[str], project: str, cause: Cause) -> list[DeleteItem]:
-        results = [DeleteItem(id=sandbox_id) for sandbox_id in sandbox_ids]
-        todo = iter(range(len(sandbox_ids)))
-
-        async def work() -> None:
-            for index in todo:
-                sandbox_id = sandbox_ids[index]
-                try:
-                    self.authorize(Principal(project), sandbox_id)
-                    await self.delete(sandbox_id, cause)
-                except DsecError as error:
-                    results[index] = DeleteItem(id=sandbox_id, error=error.body())
-
-        await asyncio.gather(*(work() for _ in range(min(_DELETE_WIDTH, len(sandbox_ids)))))
-        return results
+        return await asyncio.shield(self._tasks.spawn(delete_each(list(sandbox_ids), one)))
 
     def usage(self, sandbox_id: str) -> Usage:
         return self._live(sandbox_id).running().usage()
@@ -365,10 +353,7 @@ class Edge:
     # --- commands ---
 
     async def exec(self, sandbox_id: str, spec: ExecSpec) -> RunningCommand:
-        self._check_open()
-        sandbox = self._live(sandbox_id)
-        self._tripwires.check(sandbox)
-        return await self._commands.exec(sandbox, spec)
+        return await self._commands.exec(self._usable(sandbox_id), spec)
 
     async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
         return await self._commands.attach(self._live(sandbox_id), key)
@@ -466,9 +451,7 @@ class Edge:
     async def watch(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
     ) -> HeldWatch:
-        self._check_open()
-        sandbox = self._live(sandbox_id)
-        self._tripwires.check(sandbox)
+        sandbox = self._usable(sandbox_id)
         user = user or sandbox.record.spec.user
         opening = streams.watch(sandbox.running().channel, path, user=user, recursive=recursive)
         return await hold_watch(self._lives, self._commands, sandbox, opening)
@@ -476,9 +459,7 @@ class Edge:
     # --- ports ---
 
     async def connect(self, sandbox_id: str, port: int | bytes) -> HeldStream:
-        self._check_open()
-        sandbox = self._live(sandbox_id)
-        self._tripwires.check(sandbox)
+        sandbox = self._usable(sandbox_id)
         opening = streams.connect(sandbox.running().channel, port, user=sandbox.record.spec.user)
         return await hold_stream(self._lives, self._commands, sandbox, opening)
 
@@ -488,10 +469,8 @@ class Edge:
     async def _channel(self, sandbox_id: str, *paths: bytes) -> AsyncIterator[tuple[GuestChannel, str]]:
         """A sandbox's channel for one file call, and its default user. A guest that is gone is explained as for
         commands."""
-        self._check_open()
-        sandbox = self._live(sandbox_id)
+        sandbox = self._usable(sandbox_id)
         channel = sandbox.running().channel
-        self._tripwires.check(sandbox)
         self._lives.use(sandbox)
         try:
             with self._tripwires.file_call(sandbox_id, *paths):
@@ -512,6 +491,13 @@ class Edge:
             return sandbox
         record = self._journal.get(sandbox_id)
         raise no_sandbox(sandbox_id) if record is None else ended_error(record)
+
+    def _usable(self, sandbox_id: str) -> Sandbox:
+        """As `_live`; raises `Conflict` where a tripwire has paused it, too."""
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        self._tripwires.check(sandbox)
+        return sandbox
 
     def _check_open(self) -> None:
         if not self._open:

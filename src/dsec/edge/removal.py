@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
+from dsec.edge.client import DeleteItem
 from dsec.edge.config import EdgeConfig
 from dsec.edge.context import work_on
 from dsec.edge.sandbox import Sandbox
@@ -25,6 +26,8 @@ from dsec.ports import Clock
 
 RETRY_S = 0.2
 MAX_RETRY_S = 60.0
+DELETE_WIDTH = 64
+"""Of one request, at the same time."""
 
 
 class Removals:
@@ -108,3 +111,19 @@ class Removals:
                 )
             )
         self._timers.set(("remove", sandbox.id), self._clock.monotonic() + delay_s)
+
+
+async def delete_each(sandbox_ids: list[str], delete: Callable[[str], Awaitable[None]]) -> list[DeleteItem]:
+    """Delete many, some at a time; one that fails says why and holds up no other."""
+    results = [DeleteItem(id=sandbox_id) for sandbox_id in sandbox_ids]
+    todo = iter(range(len(sandbox_ids)))
+
+    async def work() -> None:
+        for index in todo:
+            try:
+                await delete(sandbox_ids[index])
+            except DsecError as error:
+                results[index] = DeleteItem(id=sandbox_ids[index], error=error.body())
+
+    await asyncio.gather(*(work() for _ in range(min(DELETE_WIDTH, len(sandbox_ids)))))
+    return results
