@@ -24,6 +24,7 @@ from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
 from dsec.edge.removal import delete_each
+from dsec.edge.requests import scope_of
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
@@ -44,8 +45,6 @@ from dsec.spec.tripwires import TripwireState
 
 BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
-_SCOPES = {"leader": 0, "group": 1, "all": 2}
-_SIGKILL = 9
 
 
 class Edge:
@@ -368,11 +367,7 @@ class Edge:
         await self._commands.resize(self._live(sandbox_id), key, cols, rows)
 
     async def signal(self, sandbox_id: str, key: str, signal: int, scope: str = "leader") -> None:
-        if scope not in _SCOPES:
-            raise InvalidRequest(f"scope is one of {', '.join(_SCOPES)}", field="scope")
-        if not 1 <= signal <= 64 or (scope == "all" and signal != _SIGKILL):
-            raise InvalidRequest("a signal is 1 to 64; the scope 'all' takes 9 (SIGKILL) alone", field="signal")
-        await self._commands.signal(self._live(sandbox_id), key, signal, _SCOPES[scope])
+        await self._commands.signal(self._live(sandbox_id), key, signal, scope_of(scope, signal))
 
     async def release(self, sandbox_id: str, key: str) -> None:
         await self._commands.release(self._live(sandbox_id), key)

@@ -18,6 +18,8 @@ from dsec.spec.sandbox import ExecSpec, SandboxSpec, invalid_exec
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HALF_KEY = 16
+_SCOPES = {"leader": 0, "group": 1, "all": 2}
+_SIGKILL = 9
 _MAX_TIMEOUT_MS = (1 << 53) - 1
 _encode = msgspec.json.Encoder().encode
 
@@ -98,3 +100,12 @@ def request_of(
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
+
+
+def scope_of(scope: str, signal: int) -> int:
+    """Whom a signal is for, as the guest counts. Raises `InvalidRequest` for what makes no sense."""
+    if scope not in _SCOPES:
+        raise InvalidRequest(f"scope is one of {', '.join(_SCOPES)}", field="scope")
+    if not 1 <= signal <= 64 or (scope == "all" and signal != _SIGKILL):
+        raise InvalidRequest("a signal is 1 to 64; the scope 'all' takes 9 (SIGKILL) alone", field="signal")
+    return _SCOPES[scope]
