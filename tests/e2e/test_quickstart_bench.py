@@ -63,11 +63,17 @@ def test_exec_measures_latency_rate_and_transfers(debian_state: Path) -> None:
         "3",
         "--upload-mb",
         "5",
+        "--streams",
+        "12",
+        "--idle-s",
+        "0.2",
     )
     result = bench(debian_state, "exec", *small)
     assert result["failures"] == 0
     for key in ("exec_p50_ms", "exec_per_s", "output_mb_per_s", "upload_mb_per_s", "download_mb_per_s"):
         assert result[key] > 0, key
+    assert result["idle_streams_cpu_percent"] >= 0
+    assert result["streams"] == 12
     assert set(result["peak_mib"]) == {"server", "client", "zygote", "guest"}
 
 

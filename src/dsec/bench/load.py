@@ -18,7 +18,7 @@ from dsec.errors import DsecError
 from dsec.spec.sandbox import MIB, PtySize, SandboxSpec
 
 TRUE = ("/bin/true",)
-_AT_ONCE = 25
+_AT_ONCE, _MIXED = 25, 300
 _CHUNK = bytes(1 * MIB)
 
 
@@ -131,7 +131,8 @@ async def idle_streams(sandboxes: list[AsyncSandbox], count: int) -> AsyncIterat
 
     async def open_one(stack: AsyncExitStack, index: int) -> None:
         sandbox = sandboxes[index % len(sandboxes)]
-        kind = index // len(sandboxes) % 3
+        turn = index // len(sandboxes)
+        kind = turn % 3 if turn < _MIXED else 2  # a sandbox has 128 watches, and a limit of processes
         if kind == 0:
             watch = await sandbox.files.watch("/tmp")
             stack.push_async_callback(watch.close)
