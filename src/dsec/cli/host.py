@@ -106,6 +106,17 @@ def bench_exec(arguments: tuple[str, ...]) -> int:
     return bench_of_exec.main(list(arguments))
 
 
+@bench.command("copy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_copy(arguments: tuple[str, ...]) -> int:
+    """`dsec cp` of many small files, against the sandbox's own tar."""
+    try:
+        from dsec.bench import copy as bench_of_copy
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return bench_of_copy.main(list(arguments))
+
+
 @bench.command("soak", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_soak(arguments: tuple[str, ...]) -> int:

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from dsec.cli import commands, complete, copy, forward, host, inside, network, sandboxes, terminal
+from dsec.cli import commands, complete, copy, forward, host, inside, network, sandboxes, session, terminal
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
@@ -27,6 +27,7 @@ for _command in (
     *commands.COMMANDS,
     *terminal.COMMANDS,
     *inside.COMMANDS,
+    *session.COMMANDS,
     *copy.COMMANDS,
     *forward.COMMANDS,
     *network.COMMANDS,

@@ -333,9 +333,10 @@ class Sessions:
         await self._edge.release(sandbox_id, _KEY + name)
 
     async def log(self, session: Session, offset: int, limit: int) -> tuple[bytes, int]:
-        """The session's output from an offset of its log on, without marks, and the offset to go on from. Waits for
+        """The session's output from an offset of its log on, without marks and what the shell said before it was
+        ready, and the offset to go on from. Waits for
         nothing: no bytes and the same offset mean that there is nothing more by now."""
-        parser = Parser(session.machine.secret, offset)
+        parser = Parser(session.machine.secret, max(offset, session.machine.ready_at))
         return await self._part(session, parser, limit), parser.passed
 
     async def output(self, session: Session, run: Run, limit: int) -> bytes:

@@ -230,6 +230,8 @@ class Machine:
         self.secret = secret
         self._parser = Parser(secret)
         self.ready = False
+        self.ready_at = 0
+        """Where the shell's own greetings end in the log."""
         self.runs: dict[str, Run] = {}
         """The last ones, the oldest first."""
         self.current: Run | None = None
@@ -252,6 +254,7 @@ class Machine:
                     self.current.add(item.data)
             elif item.kind == "r":
                 self.ready = True
+                self.ready_at = self.ready_at or item.end
             elif item.kind == "b":
                 self._began(item)
             else:
