@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import re
@@ -10,90 +9,23 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
-from gateway_kit import serve
-from upstream_kit import MIDDLE, NEW, OLD, Files, GitServer, Index, Registry, bare, commit, push, repository
+from gateway_world import SECRET, World, open_world, run, works
 
-from dsec import AsyncClient, AsyncSandbox
+from dsec import AsyncSandbox
 from dsec.errors import InvalidRequest
-from server_kit import Server, serving
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
-
-SECRET = "sk-very-secret-0123456789"
-
-
-class World:
-    """A server and what is outside of it."""
-
-    def __init__(self, top: Path) -> None:
-        self.top = top
-        self.index, self.registry = Index(), Registry()
-        self.files, self.git = Files(top / "files"), GitServer(top / "git")
-        self.asked: list[dict[str, str]] = []
-        self.client: AsyncClient
-
-    async def model(self, request: web.BaseRequest) -> web.StreamResponse:
-        """A model endpoint that repeats what it got."""
-        await request.content.read()
-        self.asked.append(dict(request.headers))
-        return web.json_response({"got": dict(request.headers), "usage": {"prompt_tokens": 3, "completion_tokens": 4}})
-
-    async def begin(self, stack: AsyncExitStack, state: Path) -> None:
-        self.index.url = await stack.enter_async_context(serve(self.index.handle))
-        self.registry.url = await stack.enter_async_context(serve(self.registry.handle))
-        files = await stack.enter_async_context(serve(self.files.handle))
-        git = await stack.enter_async_context(serve(self.git.handle))
-        model = await stack.enter_async_context(serve(self.model))
-        for version, at in (("1.0", OLD), ("2.0", MIDDLE), ("3.0", NEW)):
-            self.index.add("tool", version, at, requires="base")
-            self.registry.add("left", f"{version}.0", at)
-        self.index.add("base", "0.1", OLD)
-        self.registry.add("@scope/thing", "0.1.0", OLD, requires={"left": "*"})
-        repository(self.files.top, "stable", {"hello-dsec": "1.0"})
-        _, clone = bare(self.git.top, "org/repo.git")
-        self.first = commit(clone, "a", "1", "2021-01-01T00:00:00Z")
-        push(clone)
-        _, other = bare(self.git.top, "org/other.git")
-        commit(other, "b", "2", "2021-01-01T00:00:00Z")
-        push(other)
-        (state / "gateways.toml").write_text(
-            f'[pypi]\nurl = "{self.index.url}/simple/"\n[npm]\nurl = "{self.registry.url}"\n'
-            f'[[apt]]\nurl = "{files}/debian"\ninside = "http://mirror.example/debian"\n'
-            f'[git."git.example"]\nurl = "{git}"\n'
-            f'[inference.main]\nurl = "{model}/v1"\nheaders = {{ Authorization = "Bearer secret:key" }}\n'
-        )
-        (state / "secrets.toml").touch(0o600)
-        (state / "secrets.toml").write_text(f'[key]\nvalue = "{SECRET}"\nhosts = ["{model.removeprefix("http://")}"]\n')
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(debian_module_state: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    world = World(tmp_path_factory.mktemp("outside"))
-    async with AsyncExitStack() as stack:
-        await world.begin(stack, debian_module_state)
-        server: Server = stack.enter_context(serving(debian_module_state))
-        world.client = await stack.enter_async_context(server.client())
+    async with open_world(debian_module_state, tmp_path_factory.mktemp("outside")) as world:
         yield world
-
-
-async def run(box: AsyncSandbox, command: str) -> tuple[int, str]:
-    """A shell command's exit code and all that it printed."""
-    async with asyncio.timeout(120):
-        result = await box.commands.run(["sh", "-c", f"exec 2>&1; {command}"])
-    return result.exit_code or 0, result.stdout
-
-
-async def works(box: AsyncSandbox, command: str) -> str:
-    code, output = await run(box, command)
-    assert code == 0, output
-    return output
 
 
 async def bring(box: AsyncSandbox, paths: list[Path]) -> None:
@@ -209,24 +141,6 @@ async def test_a_model_is_reached_and_its_key_is_not_inside(world: World) -> Non
         events = [event async for event in box.events() if event.type == "gateway"]
         assert (events[-1].data["input_tokens"], events[-1].data["output_tokens"]) == (3, 4)
         assert SECRET not in str(events)
-
-
-async def test_a_connection_to_one_gateway_is_no_way_to_another(world: World) -> None:
-    async with await world.client.create("debian", network={"pypi": True}) as box:
-        before = len(world.registry.asked)
-        for request in (
-            "GET /left HTTP/1.1\\r\\nHost: npm.dsec\\r\\nConnection: close\\r\\n\\r\\n",
-            "GET http://npm.dsec/left HTTP/1.1\\r\\nHost: npm.dsec\\r\\nConnection: close\\r\\n\\r\\n",
-            "CONNECT npm.dsec:80 HTTP/1.1\\r\\nHost: npm.dsec\\r\\n\\r\\n",
-            f"GET {world.registry.url}/left HTTP/1.1\\r\\nHost: pypi.dsec\\r\\nConnection: close\\r\\n\\r\\n",
-        ):
-            script = (
-                "import socket; s = socket.create_connection(('pypi.dsec', 80), 20);"
-                f" s.sendall(b'{request}'); print(s.recv(65536))"
-            )
-            _, output = await run(box, f'python3 -c "{script}"')
-            assert " 200 " not in output, request
-        assert len(world.registry.asked) == before
 
 
 async def test_a_permission_that_its_gateway_does_not_know_is_refused(world: World) -> None:
