@@ -54,6 +54,8 @@ OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 0x4
 FSOPEN_CLOEXEC = 1
 FSMOUNT_CLOEXEC = 1
+FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
 FSCONFIG_SET_FLAG = 0
 FSCONFIG_SET_STRING = 1
 FSCONFIG_CMD_CREATE = 6
@@ -253,3 +255,12 @@ def pidfd_open(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError as error:
         raise KernelError(error.errno or 0, f"pidfd_open {pid}", {errno.EINVAL: "no thread group leader"}) from None
+
+
+def punch_hole(fd: int, offset: int, size: int) -> None:
+    """Give the disk space of a range of a file back; it reads as zeros from then on."""
+    _check(
+        _libc.fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size)),
+        "fallocate punch hole",
+        {errno.EOPNOTSUPP: "this file system can't punch holes"},
+    )

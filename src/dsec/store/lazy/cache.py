@@ -1,0 +1,191 @@
+"""What this node has of layers that are filled on demand.
+
+On disk, below the cache's root:
+
+    <layer>/manifest.json   verified against the layer's digest
+            placement.json  where the store has the chunks
+            meta.erofs      verified, complete: names, owners, small files
+            data            sparse; as large as the layer's data
+            filled          a bit for each 4 KiB of data, mapped shared with the holder: set when the data is written
+            synced          a copy of `filled` whose data is on disk, and the boot in which it is not needed
+
+A directory appears by a rename, with all of its files. After a power loss `filled` may promise data that never reached
+the disk: what is opened in another boot than it was used in goes back to `synced`.
+
+One process at a time writes here: the filler.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dsec.errors import LayerCorrupt
+from dsec.kernel.syscalls import punch_hole
+from dsec.store.format import BLOCK, Chunk, decode_manifest, decode_placement
+
+_SYNCED_HEAD = 36
+"""The boot's id, before the bits."""
+
+
+def boot_id() -> bytes:
+    """Names this boot of the kernel: 36 characters."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+
+
+class CachedLayer:
+    """A layer's directory, opened. Close it."""
+
+    def __init__(self, root: Path, layer: str) -> None:
+        """Raises FileNotFoundError where it isn't there, `LayerCorrupt` where it is damaged."""
+        self.layer = layer
+        self.root = root
+        self.manifest = decode_manifest((root / "manifest.json").read_bytes(), layer)
+        self.chunks = self.manifest.chunk_list()
+        self.places = decode_placement((root / "placement.json").read_bytes(), layer).place_list()
+        if len(self.places) != len(self.chunks):
+            raise LayerCorrupt(f"the placement of layer {layer} is of another one", layer=layer)
+        self.offsets = [*(chunk.offset for chunk in self.chunks), self.manifest.data_bytes]
+        self.data = os.open(root / "data", os.O_RDWR | os.O_CLOEXEC)
+        self.bitmap = os.open(root / "filled", os.O_RDWR | os.O_CLOEXEC)
+        self._bits = mmap.mmap(self.bitmap, 0)
+        self._go_back()
+        self.have = bytearray(self._is_filled(chunk) for chunk in self.chunks)
+        self.missing = self.have.count(0)
+        self.dirty = False
+        """Filled something since the last `sync`."""
+
+    def close(self) -> None:
+        self._bits.close()
+        os.close(self.data)
+        os.close(self.bitmap)
+
+    @property
+    def metadata_path(self) -> Path:
+        return self.root / "meta.erofs"
+
+    def chunks_of(self, offset: int, count: int) -> range:
+        """Indexes of the chunks that a read of the data touches."""
+        end = min(offset + count, self.manifest.data_bytes)
+        if offset >= end:
+            return range(0)
+        return range(bisect_right(self.offsets, offset) - 1, bisect_right(self.offsets, end - 1))
+
+    def write(self, first: Chunk, data: bytes | memoryview) -> None:
+        """Put verified data where it belongs; `note` says that it is there. Raises OSError: a full disk."""
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self.data, view[done:], first.offset + done)
+
+    def note(self, indexes: Iterable[int]) -> None:
+        """These chunks are written."""
+        for index in indexes:
+            if not self.have[index]:
+                self.have[index] = 1
+                self.missing -= 1
+                self._set(self.chunks[index])
+        self.dirty = True
+
+    def filled_bytes(self) -> int:
+        """How much of the data is here."""
+        return sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
+
+    def sync(self) -> None:
+        """Bring what is filled to the disk, so that it is good after a power loss too. Blocks."""
+        if not self.dirty:
+            return
+        self.dirty = False
+        bits = bytes(self._bits)
+        os.fdatasync(self.data)
+        self._write_synced(bits)
+        os.posix_fadvise(self.data, 0, 0, os.POSIX_FADV_DONTNEED)  # EROFS has its own copy of what was read
+
+    def forget(self) -> None:
+        """Take back what `note` said of all chunks: from now on each read is asked for again. The data stays until
+        `punch`."""
+        self._bits[:] = bytes(len(self._bits))
+        self.have[:] = bytes(len(self.have))
+        self.missing = len(self.have)
+        self._write_synced(bytes(len(self._bits)))
+
+    def punch(self) -> None:
+        """Give the disk space of chunks that aren't noted back. No read that was allowed may be on its way."""
+        for chunk, here in zip(self.chunks, self.have, strict=True):
+            if not here:
+                punch_hole(self.data, chunk.offset, chunk.size)
+
+    def _go_back(self) -> None:
+        path = self.root / "synced"
+        synced = path.read_bytes() if path.exists() else b""
+        boot, bits = synced[:_SYNCED_HEAD], synced[_SYNCED_HEAD:]
+        if boot != boot_id():
+            self._bits[:] = bits if len(bits) == len(self._bits) else bytes(len(self._bits))
+            self._write_synced(bytes(self._bits))
+
+    def _write_synced(self, bits: bytes) -> None:
+        temporary = self.root / "synced.new"
+        with open(temporary, "wb") as file:
+            file.write(boot_id() + bits)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.root / "synced")
+
+    def _is_filled(self, chunk: Chunk) -> bool:
+        return all(self._bits[b >> 3] >> (b & 7) & 1 for b in _blocks(chunk))
+
+    def _set(self, chunk: Chunk) -> None:
+        bits = self._bits
+        for block in _blocks(chunk):
+            bits[block >> 3] |= 1 << (block & 7)
+
+
+def _blocks(chunk: Chunk) -> range:
+    return range(chunk.offset // BLOCK, (chunk.offset + chunk.size) // BLOCK)
+
+
+class LazyCache:
+    """All layers of a cache directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._scratch = root / "tmp"
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True)
+
+    def layers(self) -> Iterator[str]:
+        """Those that have a directory."""
+        return (entry.name for entry in os.scandir(self.root) if entry.name != self._scratch.name)
+
+    def path(self, layer: str) -> Path:
+        return self.root / layer
+
+    def begin(self, layer: str, manifest: bytes, placement: bytes, metadata: bytes) -> None:
+        """Make a layer's directory, empty of data. `metadata` is verified already; the others are checked. Idempotent.
+
+        Raises `LayerCorrupt`.
+        """
+        size = decode_manifest(manifest, layer).data_bytes
+        decode_placement(placement, layer)
+        scratch = self._scratch / layer
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        for name, data in (("manifest.json", manifest), ("placement.json", placement), ("meta.erofs", metadata)):
+            (scratch / name).write_bytes(data)
+        for name, length in (("data", size), ("filled", max(1, -(-size // (8 * BLOCK))))):
+            with open(scratch / name, "wb") as file:
+                file.truncate(length)
+        try:
+            scratch.rename(self.root / layer)
+        except OSError:
+            if not (self.root / layer / "manifest.json").exists():
+                raise
+            shutil.rmtree(scratch)
+
+    def remove(self, layer: str) -> None:
+        """Forget a layer that nothing mounts. Idempotent."""
+        shutil.rmtree(self.root / layer, ignore_errors=True)

@@ -1,0 +1,400 @@
+"""The filler: a process of its own that fetches what reads of lazy layers wait for.
+
+It may die at any moment: what it had not answered the holder gives to the next one, and what it had written but not
+noted is written again. It finds the layers of its predecessor in the cache directory.
+
+Its control socket speaks JSON, a line a message. Calls `{"call", "layer"?}` are answered in order with `{"ok": {...}}`
+or `{"error": ErrorBody}`; whoever is connected also hears `{"failed": layer, "message"}` when reads of a layer fail.
+
+| call | answer |
+|---|---|
+| `attach` | the layer's metadata is here and its data may be read: `{"metadata_bytes", "data_bytes", "complete"}` |
+| `release` | nothing is mounted of it: its directory may be evicted |
+| `complete` | returns when all of the layer is here |
+| `status` | bytes by layer, and the holder's counts |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dsec.errors import DsecError, Internal, InvalidRequest, LayerCorrupt, NotFound
+from dsec.ports import BlobStore, Clock
+from dsec.store.format import (
+    MANIFEST_BYTES,
+    decode_manifest,
+    is_layer,
+    manifest_key,
+    metadata_key,
+    placement_key,
+)
+from dsec.store.lazy import holder
+from dsec.store.lazy.cache import CachedLayer, LazyCache
+from dsec.store.lazy.fetch import Fetcher
+from dsec.store.lazy.readahead import Readahead
+from dsec.store.lazy.trace import Recorder, load_trace
+
+log = logging.getLogger(__name__)
+
+SYNC_EVERY_S = 20.0
+IDLE_S = 60.0
+"""A mounted layer of which no read asked for so long may lose its data."""
+_NUMBER = "number"
+"""Holds a layer's number at the holder."""
+
+
+class _Served(msgspec.Struct):
+    """A layer that is open here."""
+
+    cached: CachedLayer
+    number: int
+    readahead: Readahead
+    recorder: Recorder | None
+    told_complete: bool = False
+    users: bool = True
+    """Something may be mounted of it."""
+
+
+class Filler:
+    """Answers one holder from one store."""
+
+    def __init__(self, cache: LazyCache, store: BlobStore, holder_path: Path, clock: Clock, *, most_bytes: int) -> None:
+        """`most_bytes`: of data in the cache; beyond it the least recently used goes."""
+        self.cache = cache
+        self.fetcher = Fetcher(store, clock)
+        self.failures: Counter[str] = Counter()
+        self._store = store
+        self._clock = clock
+        self._holder_path = holder_path
+        self._holder = holder.HolderClient(holder_path)
+        self._channel = holder.connect(holder_path)
+        self._most_bytes = most_bytes
+        self._numbers: dict[int, str] = {}
+        self._served: dict[str, _Served] = {}
+        self._attaching: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: set[asyncio.StreamWriter] = set()
+        self.gone = asyncio.Event()
+        """The holder closed the connection."""
+
+    def open(self) -> None:
+        """Tell the holder of every layer that is in the cache, and begin to answer."""
+        for layer in self.cache.layers():
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                number = int((self.cache.path(layer) / _NUMBER).read_text())
+                self._numbers[number] = layer
+                self._tell(layer, number)
+        self._channel.send(holder.MESSAGE.pack(holder.FILL, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel, self._readable)
+
+    async def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._channel)
+        await self.fetcher.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for served in self._served.values():
+            await self._save_trace(served)
+            served.cached.sync()
+            served.cached.close()
+        self._channel.close()
+        self._holder.close()
+
+    # --- layers ---
+
+    async def attach(self, layer: str) -> dict[str, Any]:
+        """As in the table above. Raises `NotFound`, `LayerCorrupt`, `Unavailable`, `InvalidRequest`."""
+        if not is_layer(layer):
+            raise InvalidRequest(f"not a layer's digest: {layer[:80]!r}")
+        async with self._attaching.setdefault(layer, asyncio.Lock()):
+            if not self.cache.path(layer).exists():
+                await self._begin(layer)
+            served = self._serve(layer)
+            if served.recorder is None and served.cached.missing:
+                trace = await load_trace(self._store, served.cached)
+                if trace:
+                    self.fetcher.begin(served.cached, trace, background=True)
+                else:
+                    served.recorder = Recorder(self._clock)
+        served.users = True
+        cached = served.cached
+        return {
+            "metadata_bytes": cached.manifest.metadata_bytes,
+            "data_bytes": cached.manifest.data_bytes,
+            "complete": cached.missing == 0,
+        }
+
+    async def _begin(self, layer: str) -> None:
+        manifest, placement = await asyncio.gather(
+            self._store.get(manifest_key(layer), 0, MANIFEST_BYTES),
+            self._store.get(placement_key(layer), 0, MANIFEST_BYTES),
+        )
+        digest = decode_manifest(manifest, layer).metadata
+        metadata = await self._store.get(metadata_key(digest))
+        if hashlib.sha256(metadata).hexdigest() != digest:
+            raise LayerCorrupt(f"the metadata of layer {layer} is not what its manifest says", layer=layer)
+        await asyncio.to_thread(self.cache.begin, layer, manifest, placement, metadata)
+
+    def _serve(self, layer: str) -> _Served:
+        """Open it, under its number or a new one."""
+        served = self._served.get(layer)
+        if served is not None:
+            return served
+        path = self.cache.path(layer) / _NUMBER
+        if path.exists():
+            number = int(path.read_text())
+        else:
+            number = next((n for n in range(holder.BLOBS) if n not in self._numbers), -1)
+            if number < 0:
+                raise Internal(f"more than {holder.BLOBS} lazy layers", remedy="Let the cache be smaller.")
+            path.write_text(str(number))
+        cached = CachedLayer(self.cache.path(layer), layer)
+        self._numbers[number] = layer
+        self._tell(layer, number)
+        served = _Served(cached, number, Readahead(cached.offsets), None)
+        self._served[layer] = served
+        return served
+
+    def _tell(self, layer: str, number: int) -> None:
+        root = self.cache.path(layer)
+        with open(root / "filled", "rb") as bitmap:
+            self._holder.add(number, (root / "data").stat(), bitmap.fileno(), 4096)
+
+    async def release(self, layer: str) -> None:
+        """As in the table above."""
+        served = self._served.get(layer)
+        if served is not None:
+            served.users = False
+            await self._save_trace(served)
+
+    async def complete(self, layer: str) -> None:
+        """Fetch what is missing of a layer that was attached. Raises as `Fetcher.ensure`."""
+        served = self._served.get(layer)
+        if served is None:
+            raise NotFound(f"layer {layer} is not attached")
+        cached = served.cached
+        for future in self.fetcher.begin(cached, range(len(cached.chunks)), background=True):
+            await asyncio.shield(future)
+        self._finish(served)
+
+    def status(self) -> dict[str, Any]:
+        """As in the table above."""
+        counts = self._holder.stats()._asdict()
+        layers = {
+            layer: {
+                "bytes": served.cached.manifest.data_bytes,
+                "filled_bytes": served.cached.filled_bytes(),
+                "fetched_bytes": self.fetcher.fetched_bytes[layer],
+                "failures": self.failures[layer],
+            }
+            for layer, served in self._served.items()
+        }
+        return {"holder": counts, "layers": layers}
+
+    # --- reads ---
+
+    def _readable(self) -> None:
+        for _ in range(64):
+            try:
+                message = self._channel.recv(holder.MESSAGE.size)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if len(message) != holder.MESSAGE.size:
+                asyncio.get_running_loop().remove_reader(self._channel)
+                self.gone.set()
+                return
+            fields = holder.MESSAGE.unpack(message)
+            if fields[0] == holder.REQUEST:
+                self._read(holder.Waiting(fields[2], fields[1], fields[5], fields[6]))
+
+    def _read(self, waiting: holder.Waiting) -> None:
+        try:
+            served = self._serve(self._numbers[waiting.blob])
+        except (KeyError, OSError, DsecError) as error:
+            log.error("a read of blob %d cannot be served: %r", waiting.blob, error)
+            self._answer(waiting.token, errno.EIO)
+            return
+        chunks = served.cached.chunks_of(waiting.offset, waiting.size)
+        if served.recorder is not None:
+            served.recorder.read(chunks)
+        waits = self.fetcher.begin(served.cached, chunks)
+        if chunks:
+            ahead = served.readahead.read(chunks[0], chunks[-1])
+            if ahead:
+                self.fetcher.begin(served.cached, ahead, background=True)
+        if not waits:
+            self._answer(waiting.token, 0)
+            return
+        self._spawn(self._wait(waiting, served, waits))
+
+    async def _wait(self, waiting: holder.Waiting, served: _Served, waits: Sequence[asyncio.Future[None]]) -> None:
+        try:
+            for future in waits:
+                await asyncio.shield(future)
+        except (DsecError, OSError) as error:
+            layer = served.cached.layer
+            self.failures[layer] += 1
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._answer(waiting.token, errno.ENOSPC if full else errno.EIO)
+            self._push({"failed": layer, "message": str(error)[:500]})
+            return
+        self._answer(waiting.token, 0)
+        if not served.cached.missing:
+            self._finish(served)
+
+    def _answer(self, token: int, number: int) -> None:
+        message = holder.MESSAGE.pack(holder.DONE, 0, token, 0, 0, 0, 0, 0, 0, number)
+        with contextlib.suppress(OSError):  # a holder that is gone: its successor asks again
+            try:
+                self._channel.send(message)
+            except BlockingIOError:  # it reads soon: it never waits for us
+                self._channel.setblocking(True)
+                self._channel.send(message)
+                self._channel.setblocking(False)
+
+    def _finish(self, served: _Served) -> None:
+        """All of it is here: its reads need not ask any more."""
+        if not served.told_complete:
+            served.told_complete = True
+            self._holder.complete(served.number, served.cached.data)
+
+    # --- keeping house ---
+
+    async def keep(self) -> None:
+        """Sync, save traces, evict, for ever."""
+        while True:
+            await self._clock.sleep(SYNC_EVERY_S)
+            for served in list(self._served.values()):
+                if served.cached.dirty:
+                    await asyncio.to_thread(served.cached.sync)
+                if served.recorder is not None and served.recorder.ripe:
+                    await self._save_trace(served)
+            await self.evict()
+
+    async def evict(self) -> None:
+        """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that no
+        read has asked for in a minute; the longest unread first."""
+        sizes = {layer: served.cached.filled_bytes() for layer, served in self._served.items()}
+        over = sum(sizes.values()) - self._most_bytes
+        ages = {layer: self._holder.idle_s(served.number) for layer, served in self._served.items()}
+        for layer in sorted(sizes, key=lambda layer: (self._served[layer].users, -ages[layer])):
+            if over <= 0:
+                return
+            served = self._served[layer]
+            if not served.users:
+                self._drop(layer)
+            elif ages[layer] < IDLE_S or served.told_complete or not await self._empty(served):
+                continue
+            over -= sizes[layer]
+
+    def _drop(self, layer: str) -> None:
+        served = self._served.pop(layer)
+        self._holder.remove(served.number)
+        del self._numbers[served.number]
+        served.cached.close()
+        self.cache.remove(layer)
+
+    async def _empty(self, served: _Served) -> bool:
+        """Give the space of a mounted layer back. A read that was allowed before its chunk was forgotten may be on
+        its way still: that is why only a layer at rest is emptied, and only when it stayed so."""
+        await asyncio.to_thread(served.cached.forget)
+        before = time.monotonic()
+        await self._clock.sleep(1.0)
+        if self._holder.idle_s(served.number) < time.monotonic() - before + IDLE_S / 2:
+            return False
+        await asyncio.to_thread(served.cached.punch)
+        return True
+
+    async def _save_trace(self, served: _Served) -> None:
+        recorder, served.recorder = served.recorder, None
+        if recorder is not None:
+            with contextlib.suppress(DsecError):
+                await recorder.save(self._store, served.cached)
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- control ---
+
+    async def serve_control(self, path: Path) -> asyncio.Server:
+        """Listen for the server's calls."""
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+        old = os.umask(0o077)
+        try:
+            return await asyncio.start_unix_server(self._control, path, limit=1 << 16)
+        finally:
+            os.umask(old)
+
+    async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._listeners.add(writer)
+        try:
+            while line := await reader.readline():
+                answer = await self._call(msgspec.json.decode(line))
+                writer.write(msgspec.json.encode(answer) + b"\n")
+                await writer.drain()
+        except (ConnectionError, msgspec.MsgspecError, ValueError) as error:
+            log.warning("control connection: %r", error)
+        finally:
+            self._listeners.discard(writer)
+            writer.close()
+
+    async def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        layer = call.get("layer", "")
+        try:
+            match call.get("call"):
+                case "attach":
+                    return {"ok": await self.attach(layer)}
+                case "release":
+                    await self.release(layer)
+                case "complete":
+                    await self.complete(layer)
+                case "status":
+                    return {"ok": self.status()}
+                case other:
+                    raise InvalidRequest(f"unknown call {other!r}")
+        except DsecError as error:
+            return {"error": error.body()}
+        except OSError as error:
+            return {"error": Internal(f"the cache of lazy layers: {error}").body()}
+        return {"ok": {}}
+
+    def _push(self, event: dict[str, Any]) -> None:
+        for writer in self._listeners:
+            writer.write(msgspec.json.encode(event) + b"\n")
+
+
+async def serve(filler: Filler, control: Path) -> None:
+    """Run until SIGTERM, or until the holder is gone."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    filler.open()
+    server = await filler.serve_control(control)
+    waits: Iterable[asyncio.Task[Any]] = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(filler.gone.wait()),
+        asyncio.create_task(filler.keep()),
+    ]
+    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    server.close()
+    await filler.close()

@@ -1,0 +1,257 @@
+"""A lazy layer without a server: made by mkfs.erofs with its data apart, served by a holder and a filler of the test's
+own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dsec.backends.container.native import build_native
+from dsec.edge.config import SystemClock
+from dsec.errors import NotFound, Unavailable
+from dsec.kernel import mounts, syscalls
+from dsec.ports import BlobInfo
+from dsec.store.format import (
+    Manifest,
+    Place,
+    manifest_key,
+    metadata_key,
+    pack_chunks,
+    pack_key,
+    pack_places,
+    placement_key,
+)
+from dsec.store.lazy import filler, holder
+from dsec.store.lazy.cache import LazyCache
+
+CHUNK = 65536
+
+
+class SlowDirectory:
+    """A store in a directory that answers late; gone while a file `gone` is beside it, wrong while there is `wrong`."""
+
+    def __init__(self, root: Path, delay_s: float = 0.0) -> None:
+        self.root = root
+        self.delay_s = delay_s
+
+    def _path(self, key: str) -> Path:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    async def put(self, key: str, data: bytes | Path) -> None:
+        self._path(key).write_bytes(data if isinstance(data, bytes) else data.read_bytes())
+
+    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+        if self._path(key).exists():
+            return False
+        await self.put(key, data)
+        return True
+
+    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        if (self.root / "gone").exists():
+            raise Unavailable("the store is gone")
+        try:
+            with open(self._path(key), "rb") as file:
+                file.seek(offset)
+                data = file.read(-1 if size is None else size)
+        except FileNotFoundError:
+            raise NotFound(f"no object {key}") from None
+        if (self.root / "wrong").exists() and key.startswith("packs/"):
+            data = bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+    async def size(self, key: str) -> int | None:
+        return self._path(key).stat().st_size if self._path(key).exists() else None
+
+    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
+        raise NotImplementedError
+        yield
+
+    async def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    async def close(self) -> None: ...
+
+
+def make_tree(top: Path, seed: int, sizes: list[int]) -> dict[str, str]:
+    """Random files; returns the digest of each by name."""
+    rng = random.Random(seed)
+    top.mkdir()
+    digests = {}
+    for index, size in enumerate(sizes):
+        data = rng.randbytes(size)
+        (top / f"f{index}").write_bytes(data)
+        digests[f"f{index}"] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def publish(tree: Path, scratch: Path, store: Path) -> str:
+    """Put a layer of the tree into the store; returns its digest."""
+    meta, data = scratch / "meta", scratch / "data"
+    subprocess.run(
+        ["mkfs.erofs", "--quiet", f"--chunksize={CHUNK}", f"--blobdev={data}", str(meta), str(tree)], check=True
+    )
+    content = data.read_bytes()
+    content += bytes(-len(content) % 4096)
+    pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
+    pack = hashlib.sha256(content).hexdigest()
+    metadata = meta.read_bytes()
+    manifest = Manifest(
+        kind="directory",
+        metadata=hashlib.sha256(metadata).hexdigest(),
+        metadata_bytes=len(metadata),
+        data_bytes=len(content),
+        chunks=pack_chunks((len(piece), hashlib.sha256(piece).digest()) for piece in pieces),
+    )
+    placement = pack_places(Place(pack, at * CHUNK) for at in range(len(pieces)))
+    objects = {
+        manifest_key(manifest.digest): manifest.encode(),
+        placement_key(manifest.digest): msgspec.json.encode(placement),
+        metadata_key(manifest.metadata): metadata,
+        pack_key(pack): content,
+    }
+    for key, value in objects.items():
+        path = store / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(value)
+    return manifest.digest
+
+
+class Node:
+    """A cache directory, its marked twin, a holder and a filler."""
+
+    def __init__(self, root: Path, *, delay_s: float = 0.0, deadline_s: float = 60.0) -> None:
+        self.root = root
+        self.delay_s = delay_s
+        self.deadline_s = deadline_s
+        self.store = root / "store"
+        self.cache = root / "cache"
+        self.marked = root / "marked"
+        for path in (self.store, self.cache, self.marked):
+            path.mkdir(exist_ok=True)
+        syscalls.mount(self.cache, self.marked, None, syscalls.MS_BIND)
+        self.holder_path = root / "holder.sock"
+        self.control_path = root / "fill.sock"
+        self.program = build_native(root / "native") / "holder"
+        self.holder = holder.start_holder(self.program, self.holder_path, self.marked, deadline_s=deadline_s)
+        self.kept: tuple[int, int] | None = None
+        self.filler: subprocess.Popen[bytes] | None = None
+        self.mounted: list[Path] = []
+        self.start_filler()
+
+    def start_filler(self) -> None:
+        self.filler = subprocess.Popen([sys.executable, __file__, str(self.root), str(self.delay_s)])
+        until = time.monotonic() + 30
+        while not self._listens():
+            assert self.filler.poll() is None, "the filler ended"
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as channel:
+            return channel.connect_ex(str(self.control_path)) == 0
+
+    def kill_filler(self) -> None:
+        assert self.filler is not None
+        self.filler.kill()
+        self.filler.wait()
+        self.control_path.unlink(missing_ok=True)
+
+    def stop_filler(self) -> None:
+        assert self.filler is not None
+        self.filler.send_signal(signal.SIGTERM)
+        self.filler.wait(30)
+        self.control_path.unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        """Hold what lets a successor of the holder take over."""
+        client = holder.HolderClient(self.holder_path)
+        self.kept = client.take()
+        client.close()
+
+    def kill_holder(self) -> None:
+        self.holder.kill()
+        self.holder.wait()
+
+    def succeed_holder(self) -> None:
+        assert self.kept is not None
+        self.holder = holder.start_holder(
+            self.program, self.holder_path, self.marked, deadline_s=self.deadline_s, inherited=self.kept
+        )
+
+    def call(self, name: str, layer: str = "") -> dict[str, object]:
+        """A control call; returns the answer's line."""
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(60)
+            channel.connect(str(self.control_path))
+            channel.sendall(json.dumps({"call": name, "layer": layer}).encode() + b"\n")
+            with channel.makefile("rb") as lines:
+                for line in lines:
+                    answer: dict[str, object] = json.loads(line)
+                    if "failed" not in answer:
+                        return answer
+        raise AssertionError("no answer")
+
+    def mount(self, layer: str) -> Path:
+        assert "ok" in self.call("attach", layer)
+        target = self.root / f"mnt{len(self.mounted)}"
+        target.mkdir()
+        flags = syscalls.MS_RDONLY | syscalls.MS_NODEV
+        syscalls.mount(
+            self.cache / layer / "meta.erofs", target, "erofs", flags, f"device={self.marked / layer / 'data'}"
+        )
+        self.mounted.append(target)
+        return target
+
+    def close(self) -> None:
+        for target in self.mounted:
+            mounts.unmount(target)
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            if self.filler is not None and self.filler.poll() is None:
+                self.stop_filler()
+        if self.holder.poll() is None:
+            self.kill_holder()
+        for descriptor in self.kept or ():
+            os.close(descriptor)
+        mounts.unmount_under(self.marked)
+
+
+@contextmanager
+def node(root: Path, **options: float) -> Iterator[Node]:
+    made = Node(root, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def _main(root: Path, delay_s: float) -> None:
+    made = filler.Filler(
+        LazyCache(root / "cache"),
+        SlowDirectory(root / "store", delay_s),
+        root / "holder.sock",
+        SystemClock(),
+        most_bytes=1 << 40,
+    )
+    await filler.serve(made, root / "fill.sock")
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(Path(sys.argv[1]), float(sys.argv[2])))
