@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,9 +22,9 @@ import msgspec
 
 from dsec.backends.container.native import build_native
 from dsec.edge.config import SystemClock
-from dsec.errors import NotFound, Unavailable
+from dsec.errors import Unavailable
 from dsec.kernel import mounts, syscalls
-from dsec.ports import BlobInfo
+from dsec.store.blobs import DirectoryStore
 from dsec.store.format import (
     Manifest,
     Place,
@@ -41,53 +41,22 @@ from dsec.store.lazy.cache import LazyCache
 CHUNK = 65536
 
 
-class SlowDirectory:
-    """A store in a directory that answers late; gone while a file `gone` is beside it, wrong while there is `wrong`."""
+class SlowDirectory(DirectoryStore):
+    """A store that answers late; gone while a file `gone` is in it, wrong while there is `wrong`."""
 
     def __init__(self, root: Path, delay_s: float = 0.0) -> None:
-        self.root = root
+        super().__init__(root)
         self.delay_s = delay_s
-
-    def _path(self, key: str) -> Path:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    async def put(self, key: str, data: bytes | Path) -> None:
-        self._path(key).write_bytes(data if isinstance(data, bytes) else data.read_bytes())
-
-    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        if self._path(key).exists():
-            return False
-        await self.put(key, data)
-        return True
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
-        if (self.root / "gone").exists():
+        if await self.size("gone") is not None:
             raise Unavailable("the store is gone")
-        try:
-            with open(self._path(key), "rb") as file:
-                file.seek(offset)
-                data = file.read(-1 if size is None else size)
-        except FileNotFoundError:
-            raise NotFound(f"no object {key}") from None
-        if (self.root / "wrong").exists() and key.startswith("packs/"):
-            data = bytes([data[0] ^ 1]) + data[1:]
+        data = await super().get(key, offset, size)
+        if key.startswith("packs/") and await self.size("wrong") is not None:
+            return bytes([data[0] ^ 1]) + data[1:]
         return data
-
-    async def size(self, key: str) -> int | None:
-        return self._path(key).stat().st_size if self._path(key).exists() else None
-
-    async def list(self, prefix: str) -> AsyncIterator[BlobInfo]:
-        raise NotImplementedError
-        yield
-
-    async def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
-
-    async def close(self) -> None: ...
 
 
 def make_tree(top: Path, seed: int, sizes: list[int]) -> dict[str, str]:
@@ -201,7 +170,7 @@ class Node:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(60)
             channel.connect(str(self.control_path))
-            channel.sendall(json.dumps({"call": name, "layer": layer}).encode() + b"\n")
+            channel.sendall(json.dumps({"id": 1, "call": name, "layer": layer}).encode() + b"\n")
             with channel.makefile("rb") as lines:
                 for line in lines:
                     answer: dict[str, object] = json.loads(line)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +18,8 @@ SIZES = [300_000, 1 << 20, 5_000, 70_000, 64_000, 2_000_000, 131_072] * 3
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
+def root(tmp_path: Path) -> Path:
+    return tmp_path
 
 
 def published(made: Node, seed: int = 1, sizes: list[int] | None = None) -> tuple[str, dict[str, str]]:
@@ -151,7 +149,7 @@ def test_the_second_node_fetches_what_the_first_one_read(root: Path, tmp_path_fa
         assert digest(top / "f3") == digests["f3"]
         made.call("release", layer)
     second = tmp_path_factory.mktemp("second")
-    os.symlink(root / "store", second / "store")
+    (second / "store").symlink_to(root / "store")
     with node(second) as made:
         made.mount(layer)
         deadline = time.monotonic() + 10

@@ -1,8 +1,8 @@
 """Compiles zygote, guest and holder with the system's C compiler, once per version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder}`, where the digest covers the sources, the flags and the compiler. The
-sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is pure Python and the
-client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder}`, where the digest covers the sources, the flags and the compiler.
+The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is pure Python and
+the client needs no compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def source_dir() -> Path:
 
 
 def build_native(state: Path) -> Path:
-    """The directory that holds the compiled `zygote`, `guest` and `holder`, made where this version isn't there yet (~2 s).
+    """The directory that holds the compiled programs, made where this version isn't there yet (~2 s).
 
     Raises `Unsupported` where there is no C compiler, or it fails (with what it said).
     """

@@ -3,8 +3,9 @@
 It may die at any moment: what it had not answered the holder gives to the next one, and what it had written but not
 noted is written again. It finds the layers of its predecessor in the cache directory.
 
-Its control socket speaks JSON, a line a message. Calls `{"call", "layer"?}` are answered in order with `{"ok": {...}}`
-or `{"error": ErrorBody}`; whoever is connected also hears `{"failed": layer, "message"}` when reads of a layer fail.
+Its control socket speaks JSON, a line a message. Calls `{"id", "call", "layer"?}` are answered, each when it is done,
+with `{"id", "ok": {...}}` or `{"id", "error": ErrorBody}`; whoever is connected also hears
+`{"failed": layer, "message"}` when reads of a layer fail.
 
 | call | answer |
 |---|---|
@@ -347,14 +348,16 @@ class Filler:
         self._listeners.add(writer)
         try:
             while line := await reader.readline():
-                answer = await self._call(msgspec.json.decode(line))
-                writer.write(msgspec.json.encode(answer) + b"\n")
-                await writer.drain()
+                self._spawn(self._answer_call(msgspec.json.decode(line, type=dict[str, Any]), writer))
         except (ConnectionError, msgspec.MsgspecError, ValueError) as error:
             log.warning("control connection: %r", error)
         finally:
             self._listeners.discard(writer)
             writer.close()
+
+    async def _answer_call(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        answer = {"id": call.get("id"), **await self._call(call)}
+        writer.write(msgspec.json.encode(answer) + b"\n")
 
     async def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         layer = call.get("layer", "")

@@ -1,0 +1,245 @@
+"""The server's side of lazy layers: keeps holder and filler running, and says where a layer's files are.
+
+On the host, below the run directory:
+
+    lazy/          the cache directory bound a second time, and marked: data is mounted from here
+    holder.sock    the holder's socket
+    fill.sock      the filler's control socket
+
+Both programs outlive the server, since sandboxes do. While it runs, this object holds what lets a successor of the
+holder take over, so that readers only wait when one of the three dies. Where both server and holder are gone, what is
+still mounted of incomplete layers can't be trusted any more: `open` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
+from dsec.kernel import mounts, syscalls
+from dsec.store.lazy import holder
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 60.0
+"""A read that could not be served for so long fails with EIO."""
+_START_S = 20.0
+_AGAIN_S = 0.2
+_ATTEMPTS = 3
+
+
+class LazyFiles(NamedTuple):
+    """What the kernel mounts of a layer."""
+
+    image: Path
+    data: Path | None
+    complete: bool
+
+
+class LazyLayers:
+    """The lazy layers of one node. `open` first, `close` last."""
+
+    def __init__(self, *, cache: Path, run: Path, filler: Sequence[str | Path], deadline_s: float = DEADLINE_S) -> None:
+        """`filler`: the command that runs a filler for these directories."""
+        self._cache = cache
+        self._marked = run / "lazy"
+        self._holder_path = run / "holder.sock"
+        self._control_path = run / "fill.sock"
+        self._filler = filler
+        self._deadline_s = deadline_s
+        self._program: Path | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._kept: tuple[int, int] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._calls = itertools.count(1)
+        self._watch: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self.failures: Counter[str] = Counter()
+        """Reads that failed, by layer."""
+        self.on_failed: Callable[[str, str], None] = lambda layer, message: None
+        """Told of a layer and why."""
+
+    async def open(self, program: Path) -> bool:
+        """Serve. `program`: the compiled holder. False where readers may have seen zeros: the holder was gone, with
+        layers mounted.
+
+        Raises `Unavailable`, KernelError where this kernel has no such events.
+        """
+        self._program = program
+        self._cache.mkdir(parents=True, exist_ok=True)
+        self._marked.mkdir(exist_ok=True)
+        trusted = True
+        if mounts.find_mount(self._marked) is None:
+            syscalls.mount(self._cache, self._marked, None, syscalls.MS_BIND)
+        try:
+            await asyncio.to_thread(self._keep)
+        except Unavailable:
+            trusted = not any(f"{self._marked}/" in option for m in mounts.mounted() for option in m.super_options)
+            await asyncio.to_thread(self._start_holder)
+        self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
+        await asyncio.wait_for(self._ready.wait(), _START_S)
+        return trusted
+
+    async def close(self, *, keep: bool) -> None:
+        """`keep`: holder and filler go on for the sandboxes that do; else both end. Nothing may be mounted then."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        if self._writer is not None:
+            self._writer.close()
+        if not keep:
+            await asyncio.to_thread(self._end)
+        for descriptor in self._kept or ():
+            os.close(descriptor)
+        self._kept = None
+
+    async def attach(self, layer: str) -> LazyFiles:
+        """A layer's metadata is here, and its data may be mounted. Raises `NotFound`, `LayerCorrupt`,
+        `Unavailable`."""
+        answer = await self._call("attach", layer)
+        root = self._cache / layer
+        data = (root if answer["complete"] else self._marked / layer) / "data"
+        return LazyFiles(root / "meta.erofs", data if answer["data_bytes"] else None, answer["complete"])
+
+    async def release(self, layer: str) -> None:
+        """Nothing of this server's is mounted of it any more."""
+        await self._call("release", layer)
+
+    async def complete(self, layer: str) -> None:
+        """Return when all of an attached layer is here. Raises `NotFound`, `LayerCorrupt`, `Unavailable`."""
+        await self._call("complete", layer)
+
+    async def status(self) -> dict[str, Any]:
+        """`{"holder": {...}, "layers": {...}}`, as the filler counts."""
+        return await self._call("status", "")
+
+    # --- calls ---
+
+    async def _call(self, name: str, layer: str) -> dict[str, Any]:
+        for _ in range(_ATTEMPTS):
+            await asyncio.wait_for(self._ready.wait(), _START_S)
+            assert self._writer is not None
+            number = next(self._calls)
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+            self._writer.write(json.dumps({"id": number, "call": name, "layer": layer}).encode() + b"\n")
+            try:
+                answer = await self._waiting[number]
+            finally:
+                del self._waiting[number]
+            if answer is None:  # the filler is gone; the next one knows nothing of this
+                continue
+            if "error" in answer:
+                raise from_body(msgspec.convert(answer["error"], ErrorBody))
+            ok: dict[str, Any] = answer["ok"]
+            return ok
+        raise Unavailable("the filler of lazy layers ends again and again")
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "failed" in message:
+                    self.failures[message["failed"]] += 1
+                    self.on_failed(message["failed"], message["message"])
+                elif message["id"] in self._waiting:
+                    self._waiting[message["id"]].set_result(message)
+
+    # --- keeping both running ---
+
+    async def _keep_running(self) -> None:
+        """Connect to the filler, again and again; with each that is gone, look after the holder too."""
+        while True:
+            try:
+                reader, writer = await self._connect()
+            except (DsecError, OSError) as error:
+                log.error("lazy layers can't be filled: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            self._writer = writer
+            self._ready.set()
+            await self._listen(reader)
+            self._ready.clear()
+            writer.close()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_result(None)
+            log.warning("the filler of lazy layers is gone; starting another")
+            for process in [p for p in self._processes if p.poll() is not None]:
+                self._processes.remove(process)
+            if not await asyncio.to_thread(self._holder_lives):
+                await asyncio.to_thread(self._start_holder)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        with contextlib.suppress(OSError):
+            return await asyncio.open_unix_connection(self._control_path, limit=1 << 26)
+        process = await asyncio.to_thread(
+            subprocess.Popen,
+            list(self._filler),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        for _ in range(int(_START_S / 0.02)):
+            with contextlib.suppress(OSError):
+                return await asyncio.open_unix_connection(self._control_path, limit=1 << 26)
+            if process.poll() is not None:
+                raise Unavailable(f"the filler of lazy layers ended with code {process.returncode}")
+            await asyncio.sleep(0.02)
+        raise Unavailable("the filler of lazy layers doesn't listen")
+
+    def _holder_lives(self) -> bool:
+        try:
+            client = holder.HolderClient(self._holder_path)
+        except Unavailable:
+            return False
+        client.close()
+        return True
+
+    def _start_holder(self) -> None:
+        assert self._program is not None
+        process = holder.start_holder(
+            self._program, self._holder_path, self._marked, deadline_s=self._deadline_s, inherited=self._kept
+        )
+        self._processes.append(process)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Take what lets a successor of the holder take over, and let go of what was kept before."""
+        client = holder.HolderClient(self._holder_path)
+        try:
+            kept = client.take()
+        finally:
+            client.close()
+        for descriptor in self._kept or ():
+            os.close(descriptor)
+        self._kept = kept
+
+    def _end(self) -> None:
+        """The holder's end is the filler's."""
+        with contextlib.suppress(Unavailable):
+            client = holder.HolderClient(self._holder_path)
+            client.stop()
+            client.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_START_S)
+        self._processes.clear()
+        for path in (self._holder_path, self._control_path):
+            path.unlink(missing_ok=True)
+        mounts.unmount_under(self._marked)
+        with contextlib.suppress(OSError):
+            self._marked.rmdir()
