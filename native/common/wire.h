@@ -1,4 +1,4 @@
-/* The guest protocol and the zygote protocol, version 1. This file is their definition; src/dsec/wire/ mirrors it and a
+/* The guest protocol and the zygote protocol, version 2. This file is their definition; src/dsec/wire/ mirrors it and a
  * test compares the two.
  *
  * FRAMES. Everything is little-endian. A frame is a 16 byte header and at most DSEC_MAX_PAYLOAD bytes:
@@ -9,7 +9,8 @@
  *     u16 zero
  *     u64 op        operation (guest), request (zygote), or 0
  *
- * On a SOCK_SEQPACKET one packet is exactly one frame; on a byte stream (a VM's port) frames follow each other.
+ * Frames follow each other on a byte stream (a VM's port). On a guest's SOCK_SEQPACKET a packet is one or more whole frames, together no
+ * longer than the longest frame: what is said at the same time wakes the other side once. On a zygote's it is exactly one frame.
  * An unknown type, a nonzero `zero`, a short payload or an unknown flag is a protocol error: the receiver closes the channel
  * (the guest then waits on its control socket for a fresh one; operations go on). Before that the guest says why, if there is room:
  * REFUSED for operation 0.
@@ -42,7 +43,7 @@
 #ifndef DSEC_WIRE_H
 #define DSEC_WIRE_H
 
-#define DSEC_PROTOCOL_VERSION 1
+#define DSEC_PROTOCOL_VERSION 2
 #define DSEC_HEADER_SIZE 16
 #define DSEC_MAX_PAYLOAD 65552            /* 64 KiB of data and the u64 offset before it, rounded up */
 #define DSEC_MAX_DATA 65536               /* data bytes in one OUT or STDIN frame */
@@ -165,7 +166,9 @@ enum dsec_exec_flag {
     EF_PTY = 8,            /* on a terminal of its own, as the leader of its session: all output is stdout, STDIN is what is typed, its end
                               types the terminal's end-of-file character. The terminal is hung up when the
                               leader has ended and its output was read */
+    EF_PATIENT = 16,       /* the result is what counts: STARTED may wait for the first output or the end, but for DSEC_PATIENCE_MS at most */
 };
+#define DSEC_PATIENCE_MS 20
 enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL = 8, FF_APPEND = 16 };
 enum dsec_spawn_flag {
     SF_NO_NEW_PRIVS = 1,

@@ -14,6 +14,7 @@
 
 #define TURN_FRAMES 64
 #define MOST_ANSWERS (64u << 10) /* answers in the queue above which nothing is received: an edge that doesn't read can't fill us */
+#define SMALL 4096               /* frames up to this size wait for the next one, to leave in one packet */
 #define ACK_BYTES 65536          /* STDIN_ACK is sent for at least so much, or when nothing is left to write */
 
 static struct {
@@ -27,7 +28,7 @@ static struct {
     enum { NO_REQUEST, COLLECTING, SKIPPING } request_state; /* skipping: the rest of one that was answered already */
     uint8_t *answers; /* whole frames at answers_at..answers_end */
     size_t answers_at, answers_end, answers_capacity;
-    size_t rest_at, rest_end; /* of a frame that a byte stream took only a part of, in `rest` */
+    size_t rest_at, rest_end; /* of `rest`: frames that leave together, and what a byte stream didn't take yet */
 } channel = {.fd = -1};
 
 static uint8_t input[DSEC_HEADER_SIZE + DSEC_MAX_PAYLOAD + 1]; /* one more: request_parse */
@@ -80,25 +81,49 @@ void channel_open(int fd) {
 
 /* --- sending --------------------------------------------------------------------------------------------------------------------- */
 
-/* Sends pieces that make one frame. False where the channel is full or lost: then nothing of the frame was sent. */
-static bool transmit(struct iovec *pieces, int count) {
-    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = (size_t)count};
-    if (channel.rest_at < channel.rest_end) return false;
-    ssize_t sent = channel.packets ? sendmsg(channel.fd, &message, MSG_NOSIGNAL) : writev(channel.fd, pieces, count);
+/* Sends what waits in `rest`. False where some of it still waits: the channel is full or lost. */
+static bool send_rest(void) {
+    if (channel.rest_at == channel.rest_end) return true;
+    size_t size = channel.rest_end - channel.rest_at;
+    ssize_t sent = channel.packets ? send(channel.fd, rest, size, MSG_NOSIGNAL) : write(channel.fd, rest + channel.rest_at, size);
     if (sent < 0) {
-        if (errno == EINTR || errno == ENOBUFS) return false; /* again soon: nothing is going to tell us when */
         if (errno == EAGAIN) channel_full();
-        else channel_close();
+        else if (errno != EINTR && errno != ENOBUFS) channel_close(); /* those: again soon, nothing is going to tell us when */
         return false;
     }
-    if (channel.packets) return true;
+    channel.rest_at += (size_t)sent;
+    if (channel.rest_at < channel.rest_end) return false;
     channel.rest_at = channel.rest_end = 0;
+    return true;
+}
+
+static void keep(const struct iovec *pieces, int count, size_t skip) {
     for (int i = 0; i < count; i++) {
-        size_t skip = MIN((size_t)sent, pieces[i].iov_len);
-        memcpy(rest + channel.rest_end, (uint8_t *)pieces[i].iov_base + skip, pieces[i].iov_len - skip);
-        channel.rest_end += pieces[i].iov_len - skip;
-        sent -= (ssize_t)skip;
+        size_t cut = MIN(skip, pieces[i].iov_len);
+        memcpy(rest + channel.rest_end, (uint8_t *)pieces[i].iov_base + cut, pieces[i].iov_len - cut);
+        channel.rest_end += pieces[i].iov_len - cut;
+        skip -= cut;
     }
+}
+
+/* Takes pieces that make one frame: a small one waits for others (send_rest). False where the channel is full or lost: then nothing of
+ * the frame was taken. */
+static bool transmit(struct iovec *pieces, int count) {
+    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = (size_t)count};
+    size_t size = 0;
+    for (int i = 0; i < count; i++) size += pieces[i].iov_len;
+    if (size <= SMALL && channel.rest_end + size <= sizeof rest) {
+        keep(pieces, count, 0);
+        return true;
+    }
+    if (!send_rest()) return false;
+    ssize_t sent = channel.packets ? sendmsg(channel.fd, &message, MSG_NOSIGNAL) : writev(channel.fd, pieces, count);
+    if (sent < 0) {
+        if (errno == EAGAIN) channel_full();
+        else if (errno != EINTR && errno != ENOBUFS) channel_close();
+        return false;
+    }
+    if ((size_t)sent < size) keep(pieces, count, (size_t)sent);
     return true;
 }
 
@@ -218,31 +243,19 @@ void channel_notify(struct op *op) {
     if (channel.greeted && !op->released && has_something(op)) list_append(&guest.sending, &op->link);
 }
 
-static bool send_rest(void) {
-    if (channel.rest_at == channel.rest_end) return true;
-    ssize_t sent = write(channel.fd, rest + channel.rest_at, channel.rest_end - channel.rest_at);
-    if (sent > 0) {
-        channel.rest_at += (size_t)sent;
-    } else {
-        if (sent < 0 && errno != EAGAIN && errno != EINTR) channel_close();
-        else channel_full();
-    }
-    return channel.rest_at == channel.rest_end;
-}
-
 static void send_some(void) {
     for (int frame = 0; frame < TURN_FRAMES && channel.fd >= 0 && channel.writable; frame++) {
-        if (!send_rest()) continue; /* again, until the channel is full */
         if (channel.answers_at < channel.answers_end) {
             send_answer();
             continue;
         }
         struct link *link = list_pop(&guest.sending);
-        if (!link) return;
+        if (!link) break;
         struct op *op = CONTAINER_OF(link, struct op, link);
         send_next(op);
         channel_notify(op); /* behind the others; also where the channel was full: the frame is still to be sent */
     }
+    if (channel.fd >= 0 && channel.writable) send_rest();
 }
 
 /* --- receiving ------------------------------------------------------------------------------------------------------------------- */
@@ -341,18 +354,46 @@ static int on_frame(const struct dsec_header *header, uint8_t *payload) {
 /* Says why before it hangs up, where there is room: an edge of another version, or one with a fault, should be able to tell. */
 static void hang_up(int error) {
     channel_refuse(0, error, "protocol error: the channel is closed");
-    while (channel.fd >= 0 && channel.writable && send_rest() && channel.answers_at < channel.answers_end) send_answer();
+    while (channel.fd >= 0 && channel.writable && channel.answers_at < channel.answers_end && send_answer()) {}
+    if (channel.fd >= 0 && channel.writable) send_rest();
     channel_close();
 }
 
-/* Receives at most one frame. False where there is nothing to receive, or the channel is lost. */
-static bool receive(void) {
+/* The frames of one packet. 0, or why the channel must be closed. */
+static int on_packet(size_t size) {
     struct dsec_header header;
+    for (size_t at = 0; at < size && channel.fd >= 0;) {
+        if (size - at < DSEC_HEADER_SIZE) return -EPROTO;
+        int error = dsec_get_header(input + at, &header);
+        if (error) return error;
+        at += DSEC_HEADER_SIZE;
+        if (header.size > size - at) return -EPROTO;
+        uint8_t *next = input + at + header.size, kept = *next; /* request_parse() writes there */
+        error = on_frame(&header, input + at);
+        if (error) return error;
+        *next = kept;
+        at += header.size;
+    }
+    return 0;
+}
+
+/* What a byte stream has of the next frame. 0, or why the channel must be closed. */
+static int on_bytes(size_t size) {
+    struct dsec_header header;
+    channel.received += size;
+    if (channel.received < DSEC_HEADER_SIZE) return 0;
+    int error = dsec_get_header(input, &header);
+    if (!error && channel.received < DSEC_HEADER_SIZE + header.size) return 0;
+    channel.received = 0;
+    return error ? error : on_frame(&header, input + DSEC_HEADER_SIZE);
+}
+
+/* Receives at most one packet, or a piece of the next frame. False where there is nothing to receive, or the channel is lost. */
+static bool receive(void) {
     size_t want = sizeof input - 1;
-    int error = 0;
     if (!channel.packets) {
         want = DSEC_HEADER_SIZE;
-        if (channel.received >= DSEC_HEADER_SIZE) want += get_u32(input); /* checked below */
+        if (channel.received >= DSEC_HEADER_SIZE) want += get_u32(input); /* checked before */
         want -= channel.received;
     }
     ssize_t got = channel.packets ? recv(channel.fd, input, want, MSG_TRUNC) : read(channel.fd, input + channel.received, want);
@@ -364,16 +405,7 @@ static bool receive(void) {
         channel_close();
         return false;
     }
-    if (channel.packets) {
-        error = (size_t)got > want ? -EPROTO : dsec_get_packet(input, (size_t)got, &header);
-    } else {
-        channel.received += (size_t)got;
-        if (channel.received < DSEC_HEADER_SIZE) return true;
-        error = dsec_get_header(input, &header);
-        if (!error && channel.received < DSEC_HEADER_SIZE + header.size) return true;
-        channel.received = 0;
-    }
-    if (!error) error = on_frame(&header, input + DSEC_HEADER_SIZE);
+    int error = !channel.packets ? on_bytes((size_t)got) : (size_t)got > want ? -EPROTO : on_packet((size_t)got);
     if (error) hang_up(error);
     return !error;
 }

@@ -151,6 +151,7 @@ struct op {
     uint32_t failed_stage, failed_errno;
 
     uint64_t started_ns, deadline_ns, retry_ns, give_up_ns;
+    uint64_t report_ns; /* EF_PATIENT: when to begin waiting for the report; 0 */
     uint64_t output_cap, dropped;
     int wait_status;
     struct rusage usage;
@@ -173,6 +174,7 @@ void trim_soon(void); /* memory was freed; idle sandboxes are many, so it goes b
 void ops_kill_all(void);
 void ops_remove_groups(void);
 
+void report_read(struct op *op); /* what the child said by now of its start */
 void op_kill(struct op *op, enum dsec_end end, uint64_t now); /* everything that it started; `end`: unless an earlier reason stands */
 void op_advance(struct op *op); /* as far as it can go from the leader's end to the operation's */
 

@@ -83,13 +83,20 @@ void shut_down(int status) {
 /* --- children -------------------------------------------------------------------------------------------------------------------- */
 
 static int signals = -1;
+static bool children_ended;
 
 static void signals_ready(struct source *source, uint32_t events) {
+    (void)source, (void)events;
+    children_ended = true;
+}
+
+/* After the events of a turn: pipes that were closed with their last holder are then known to be at their end. */
+static void reap(void) {
     struct signalfd_siginfo info[8];
     struct rusage usage;
     int status;
     pid_t pid;
-    (void)source, (void)events;
+    children_ended = false;
     if (read(signals, info, sizeof info) < 0) return; /* level-triggered: what it left is told again */
     while ((pid = wait4(-1, &status, WNOHANG, &usage)) > 0) ops_reaped(pid, status, &usage);
     ops_after_reaping();
@@ -198,6 +205,7 @@ int main(int argc, char **argv) {
             struct source *source = events[i].data.ptr;
             source->ready(source, events[i].events);
         }
+        if (children_ended) reap();
         if (guest.timer != UINT64_MAX && guest.timer <= now_ns()) ops_tick(now_ns());
         ops_read_some();
         channel_turn();

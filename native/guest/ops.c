@@ -16,6 +16,7 @@
 #define GIVE_UP_NS (2 * NANOSECONDS) /* ... but no longer than this */
 #define SWEEP_NS (50 * 1000000ull)
 #define TRIM_NS (200 * 1000000ull)
+#define PATIENCE_NS (DSEC_PATIENCE_MS * 1000000ull)
 #define FILE_GRACE_NS (500 * 1000000ull) /* a file call gets SIGTERM first, to remove its temporary file */
 
 static struct op *by_id[BUCKETS], *by_pid[BUCKETS];
@@ -109,7 +110,7 @@ void ops_remove_groups(void) {
 /* --- the life of an operation ------------------------------------------------------------------------------------------------------ */
 
 /* What the child said before execve or at the end of a file call: nothing, or where it failed. */
-static void report_read(struct op *op) {
+void report_read(struct op *op) {
     uint8_t report[8];
     if (op->report < 0) return;
     ssize_t got = read(op->report, report, sizeof report);
@@ -122,6 +123,11 @@ static void report_read(struct op *op) {
         op->started = op->send_started = true;
         channel_notify(op);
         input_ready(&op->input_source, 0); /* a terminal's input has waited for this */
+    }
+    if (op->report_ns) { /* it isn't watched yet */
+        close(op->report);
+        op->report = -1;
+        op->report_ns = 0;
     }
     drop(&op->report);
 }
@@ -292,7 +298,12 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
     }
     if (op->out.fd >= 0) watch(op->out.fd, &op->out.source, EPOLLIN);
     if (op->err.fd >= 0) watch(op->err.fd, &op->err.source, EPOLLIN);
-    watch(op->report, &op->report_source, EPOLLIN);
+    if (op->kind == DSEC_EXEC && op->flags & EF_PATIENT) { /* most end sooner, and say it all at once */
+        op->report_ns = op->started_ns + PATIENCE_NS;
+        wake_at(op->report_ns);
+    } else {
+        watch(op->report, &op->report_source, EPOLLIN);
+    }
     if (op->kind != DSEC_EXEC) { /* there is no execve to wait for */
         op->state = OP_RUNNING;
         op->started = op->send_started = true;
@@ -385,6 +396,11 @@ void ops_tick(uint64_t now) {
     for (size_t i = 0; i < BUCKETS; i++) {
         for (struct op *op = by_id[i], *next; op; op = next) {
             next = op->next_by_id;
+            if (op->report_ns && op->report_ns <= now) {
+                op->report_ns = 0;
+                if (op->report >= 0) watch(op->report, &op->report_source, EPOLLIN);
+            }
+            if (op->report_ns) wake_at(op->report_ns);
             if (op->deadline_ns && op->deadline_ns <= now) op_kill(op, END_TIMEOUT, now);
             if (op->deadline_ns) wake_at(op->deadline_ns);
             if (op->retry_ns && op->retry_ns > now) {

@@ -11,7 +11,7 @@ struct limit { /* numbers that are refused above it */
 };
 static const struct limit LIMITS[] = {
     {TAG_KIND, DSEC_CONNECT},
-    {TAG_FLAGS, EF_STDIN | EF_KILL_LEFTOVERS | EF_MERGE | EF_PTY},
+    {TAG_FLAGS, EF_STDIN | EF_KILL_LEFTOVERS | EF_MERGE | EF_PTY | EF_PATIENT},
     {TAG_FILE_FLAGS, FF_PARENTS | FF_RECURSIVE | FF_FOLLOW | FF_EXCL | FF_APPEND},
     {TAG_MODE, 07777},
     {TAG_OFFSET, INT64_MAX},

@@ -135,6 +135,7 @@ static bool stream_read(struct stream *stream) {
     if (!little) stream->ring.end += kept;
     stream->drain -= MIN((uint64_t)got, stream->drain);
     if ((size_t)got > kept && !op->released) over_cap(op, (size_t)got - kept);
+    if (kept && !op->started) report_read(op); /* who writes has started */
     if (kept) channel_notify(op);
     return true;
 }

@@ -191,13 +191,15 @@ static void send_ack(uint64_t index) {
     send_edge(DSEC_ACK, 0, index + 1, payload, sizeof payload);
 }
 
-static void hear(const uint8_t *packet, size_t size) {
+static size_t hear(const uint8_t *packet, size_t size) {
     struct dsec_header header;
-    require(dsec_get_packet(packet, size, &header) == 0, "the guest sent no frame");
+    require(size >= DSEC_HEADER_SIZE && dsec_get_header(packet, &header) == 0, "the guest sent no frame");
+    require(header.size <= size - DSEC_HEADER_SIZE, "the guest cut a frame");
     const uint8_t *payload = packet + DSEC_HEADER_SIZE;
+    size_t used = DSEC_HEADER_SIZE + header.size;
     struct child *child = child_of(header.op);
     uint64_t index = header.op - 1;
-    if (index < child_count && children[index].released) return; /* it crossed with the RELEASE */
+    if (index < child_count && children[index].released) return used; /* it crossed with the RELEASE */
     switch (header.type) {
     case DSEC_OUT: {
         int stream = header.flags & DSEC_F_STDERR ? 1 : 0;
@@ -227,6 +229,7 @@ static void hear(const uint8_t *packet, size_t size) {
     case DSEC_STDIN_ACK: require(!child || get_u64(payload) <= fed[index], "stdin acknowledged that was never sent"); break;
     default: break;
     }
+    return used;
 }
 
 static void edge_reads(int frames) {
@@ -235,7 +238,7 @@ static void edge_reads(int frames) {
         ssize_t got = recv(edge, packet, sizeof packet, MSG_DONTWAIT);
         if (got == 0 || (got < 0 && errno != EAGAIN)) lost = true;
         if (got <= 0) return;
-        hear(packet, (size_t)got);
+        for (size_t at = 0; at < (size_t)got;) at += hear(packet + at, (size_t)got - at);
     }
 }
 

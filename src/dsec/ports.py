@@ -111,7 +111,7 @@ class Operation(Protocol):
         ...
 
     async def release(self) -> None:
-        """Forget it, in the guest too; a running one is ended whole. Idempotent."""
+        """Forget it, in the guest too; a running one is ended whole. Idempotent; one step that nothing cancels."""
         ...
 
 

@@ -230,7 +230,7 @@ class Guest:
                 continue  # said once, before what the guest sent last: it closed with frames of ours unread
             if not data:
                 return None
-            self._queue += [frames.decode(data)] if self.kind == socket.SOCK_SEQPACKET else self._decoder.feed(data)
+            self._queue += frames.decode_all(data) if self.kind == socket.SOCK_SEQPACKET else self._decoder.feed(data)
         self.frames_seen += 1
         return self._queue.pop(0)
 
@@ -293,7 +293,7 @@ class Guest:
 
     def hello(self, incarnation: int = 7) -> None:
         """HELLO up to SYNCED."""
-        self.send(FrameType.HELLO, 0, struct.pack("<HHIQ", 1, 0, 0, incarnation))
+        self.send(FrameType.HELLO, 0, struct.pack("<HHIQ", frames.PROTOCOL_VERSION, 0, 0, incarnation))
         while not self.synced:
             assert self.step() is not None, self.hung_up
 

@@ -236,7 +236,7 @@ class Broken:
     def node(self) -> None:
         raise ZeroDivisionError("a secret of the server's")
 
-    async def exec(self, *_: object) -> None:
+    async def exec(self, *_: object, **__: object) -> None:
         raise KeyError("a secret of the server's")
 
     def usage(self, _: str) -> None:

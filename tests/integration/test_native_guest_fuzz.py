@@ -48,7 +48,7 @@ def random_request(dice: random.Random) -> bytes:
         (Tag.CWD, dice.choice(NAMES)), (Tag.USER, dice.choice([b"0", b"1000", b"root", b"nobody", b":", b"1:2"])),
         (Tag.TIMEOUT_MS, dice.choice([0, 1, 50, 1 << 60])),
         (Tag.OUTPUT_CAP, dice.choice([0, 10, 1 << 63])), (Tag.KEY, dice.randbytes(dice.choice([0, 1, 128, 129]))),
-        (Tag.FLAGS, dice.randrange(17)), (Tag.PATH, dice.choice(NAMES)), (Tag.PATH2, dice.choice(NAMES)),
+        (Tag.FLAGS, dice.randrange(33)), (Tag.PATH, dice.choice(NAMES)), (Tag.PATH2, dice.choice(NAMES)),
         (Tag.MODE, dice.choice([0o644, 0o7777, 0o10000])), (Tag.OFFSET, dice.choice([0, 5, (1 << 64) - 1])),
         (Tag.LENGTH, dice.choice([0, 7, (1 << 64) - 1])), (Tag.DEPTH, dice.choice([0, 1, (1 << 64) - 1])),
         (Tag.FILE_FLAGS, dice.randrange(33)), (Tag.NOFILE, dice.choice([0, 3, 100, 1 << 30])),
@@ -114,7 +114,7 @@ def test_a_live_guest_outlasts_random_frames(tmp_path: Path, seed: int, kind: in
             except OSError:  # it closed the channel, or waits for us to read
                 lost += 1
                 guest.attach()
-                guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", 1, 0, 0, 7))
+                guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", frames.PROTOCOL_VERSION, 0, 0, 7))
             next_op += dice.random() < 0.3
             hear_all(guest)
         assert lost, f"seed {seed}: nothing was refused"

@@ -19,7 +19,7 @@ from dsec.wire import frames
 from dsec.wire.frames import Flag, FrameType, Tag
 
 pytestmark = pytest.mark.root
-STDIN = 1
+STDIN, PATIENT = 1, 16
 MODES = [
     pytest.param(("static", socket.SOCK_SEQPACKET), id="static"),
     pytest.param(("static", socket.SOCK_STREAM), id="static-stream"),
@@ -180,7 +180,7 @@ def test_an_edge_may_acknowledge_what_it_had_before_it_comes_again(guest: Guest)
     while op.end is None:
         guest.step(ack=False)
     guest.attach()
-    guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", 1, 0, 0, 1))
+    guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", frames.PROTOCOL_VERSION, 0, 0, 1))
     guest.send(FrameType.ACK, op.id, struct.pack("<QQ", 10, 0))
     op.end = None
     guest.wait(op)
@@ -230,7 +230,7 @@ def test_another_kind_of_channel_next(guest: Guest) -> None:
 
 def test_a_stream_cut_inside_frames(guest: Guest) -> None:
     guest.attach(socket.SOCK_STREAM)
-    hello = frames.encode(FrameType.HELLO, 0, struct.pack("<HHIQ", 1, 0, 0, 3))
+    hello = frames.encode(FrameType.HELLO, 0, struct.pack("<HHIQ", frames.PROTOCOL_VERSION, 0, 0, 3))
     payload = frames.encode_fields([(Tag.KIND, 0), (Tag.ARGV, b"echo"), (Tag.ARGV, b"piecemeal")])
     op = guest.ops.setdefault(1, Op(1))
     for at in hello + frames.encode(FrameType.START, 1, payload):
@@ -279,7 +279,7 @@ VIOLATIONS = {
     "unknown type": raw(50),
     "frame of the other direction": raw(FrameType.SYNCED),
     "zygote frame": raw(FrameType.Z_HELLO, bytes(8)),
-    "second hello": raw(FrameType.HELLO, struct.pack("<HHIQ", 1, 0, 0, 1)),
+    "second hello": raw(FrameType.HELLO, struct.pack("<HHIQ", frames.PROTOCOL_VERSION, 0, 0, 1)),
     "short ack": raw(FrameType.ACK, bytes(8)),
     "unknown flag": raw(FrameType.PING, bytes(8), flags=8),
     "reserved bytes": raw(FrameType.PING, bytes(8), zero=1),
@@ -327,11 +327,44 @@ def test_frames_before_hello_and_another_version(guest: Guest) -> None:
         pass
     assert guest.hung_up is not None
     guest.attach()
-    guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", 2, 0, 0, 1))
+    guest.send(FrameType.HELLO, 0, struct.pack("<HHIQ", frames.PROTOCOL_VERSION + 1, 0, 0, 1))
     while guest.step() is not None:
         pass
     assert guest.hung_up is not None
     assert guest.hung_up[0] == errno.EPROTONOSUPPORT
+
+
+def test_frames_in_one_packet(guest: Guest) -> None:
+    """As many as come together are taken one after the other, each with its own bytes; what is said together comes
+    together."""
+    first = guest.run("true")
+    together = guest.frames_seen
+    start = frames.encode(
+        FrameType.START, 2, frames.encode_fields([(Tag.KIND, 0), (Tag.ARGV, b"/bin/echo"), (Tag.ARGV, b"x" * 300)])
+    )
+    ping = frames.encode(FrameType.PING, 0, b"together")
+    guest.send_raw(frames.encode(FrameType.RELEASE, first.id) + ping + start + ping + start + ping)
+    op = guest.ops[2] = Op(2)
+    guest.wait(op)
+    assert bytes(op.out) == b"x" * 300 + b"\n"
+    while len(guest.pongs) < 3:
+        assert guest.step() is not None
+    assert len(op.states) == 1, "the second START of one number is answered by its state"
+    assert guest.frames_seen - together == 3 + 1 + 3
+
+
+def test_a_patient_start_is_told_with_what_follows_it(guest: Guest) -> None:
+    for argv in (["true"], ["echo", "x"], ["/no/such/command"]):
+        op = guest.wait(guest.start(argv=argv, flags=PATIENT))
+        assert op.started_count == (0 if argv[0].startswith("/no") else 1)
+    op = guest.start(argv=["sleep", "1000"], flags=PATIENT)
+    while op.pid is None:  # within DSEC_PATIENCE_MS of its start
+        assert guest.step() is not None
+    guest.send(FrameType.SIGNAL, op.id, struct.pack("<II", 9, 0))
+    guest.wait(op)
+    op = guest.start(argv=["sh", "-c", "echo x; sleep 1000"], flags=PATIENT)
+    guest.until(op, b"x\n")
+    assert op.started_count == 1, "output follows the start"
 
 
 def test_another_request_within_a_request(guest: Guest) -> None:

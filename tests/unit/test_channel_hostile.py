@@ -17,7 +17,7 @@ from dsec.edge.config import SystemClock
 from dsec.errors import OutcomeUnknown
 from dsec.spec.operations import Chunk, OpEnd
 from dsec.testing import seqpacket_pair
-from dsec.wire.frames import MAX_FRAME, Frame, FrameType, decode, encode
+from dsec.wire.frames import MAX_FRAME, PROTOCOL_VERSION, Frame, FrameType, decode, decode_all, encode
 from dsec.wire.messages import OpState, encode_opstate
 
 
@@ -80,7 +80,7 @@ class Puppet:
         hello = await self.hear()
         incarnation = struct.unpack("<HHIQ", hello.payload)[3]
         highest = max((op for op, _ in states), default=0)
-        payload = struct.pack("<HHIQQ", 1, 0, len(states), incarnation, highest)
+        payload = struct.pack("<HHIQQ", PROTOCOL_VERSION, 0, len(states), incarnation, highest)
         await self.say(encode(FrameType.WELCOME, 0, payload))
         for op, state in states:
             await self.say(encode(FrameType.OPSTATE, op, encode_opstate(state)))
@@ -149,6 +149,21 @@ async def test_a_guest_that_makes_us_answer_but_never_reads_is_cut_off(
             if broken:
                 break
     assert broken == ["it makes us answer but doesn't read"]
+    guest.sock.close()
+
+
+async def test_a_release_leaves_with_the_next_start_or_soon() -> None:
+    guest, channel, broken = await puppet()
+    first, second = await channel.start(command("x")), await channel.start(command("y"))
+    assert [(await guest.hear()).op for _ in range(2)] == [1, 2]
+    await first.release()
+    await channel.start(command("z"))
+    packet = await asyncio.get_running_loop().sock_recv(guest.sock, MAX_FRAME)
+    assert [(frame.type, frame.op) for frame in decode_all(packet)] == [(FrameType.RELEASE, 1), (FrameType.START, 3)]
+    await second.release()
+    assert (await guest.hear()).type is FrameType.RELEASE, "nothing follows it"
+    assert broken == []
+    await channel.close()
     guest.sock.close()
 
 

@@ -14,6 +14,7 @@ from dsec.spec.operations import EndKind, ExecFlag, Kind, OpEnd, OpRequest, Stag
 from dsec.wire.frames import (
     _RULES,
     MAX_OPS,
+    PROTOCOL_VERSION,
     WINDOW,
     Flag,
     Frame,
@@ -36,7 +37,9 @@ from dsec.wire.session import Ended, Known, Output, Phase, Pong, Refused, Sessio
 INCARNATION = 77
 
 
-def welcome(count: int = 0, highest: int = 0, *, version: int = 1, incarnation: int = INCARNATION) -> Frame:
+def welcome(
+    count: int = 0, highest: int = 0, *, version: int = PROTOCOL_VERSION, incarnation: int = INCARNATION
+) -> Frame:
     return Frame(FrameType.WELCOME, 0, struct.pack("<HHIQQ", version, 0, count, incarnation, highest))
 
 
@@ -251,7 +254,7 @@ def test_stdin_goes_on_where_the_guest_had_it() -> None:
 # --- a hostile guest --------------------------------------------------------------------------------------------------
 
 HANDSHAKES: dict[str, list[Frame]] = {
-    "another version": [welcome(version=2)],
+    "another version": [welcome(version=PROTOCOL_VERSION + 1)],
     "another incarnation": [welcome(incarnation=1)],
     "SYNCED first": [SYNCED],
     "WELCOME twice": [welcome(), welcome()],

@@ -24,6 +24,7 @@ from dsec.wire.frames import (
     StreamDecoder,
     Tag,
     decode,
+    decode_all,
     decode_fields,
     encode,
     encode_fields,
@@ -58,6 +59,16 @@ def test_frames_survive_a_stream_cut_anywhere(sent: list[Frame], cuts: list[int]
         at = cut
     decoder.end()
     assert got == sent
+
+
+@given(st.lists(frames(), min_size=1, max_size=8), st.integers(1, HEADER_SIZE - 1))
+def test_frames_survive_one_packet_and_a_cut_one_is_refused(sent: list[Frame], cut: int) -> None:
+    packet = encode_many(sent)
+    assert decode_all(packet) == sent
+    with pytest.raises(ProtocolError):
+        decode_all(packet[:-cut])
+    with pytest.raises(ProtocolError):
+        decode_all(b"")
 
 
 @given(frames(), st.data())

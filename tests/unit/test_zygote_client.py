@@ -15,9 +15,9 @@ import pytest
 
 from dsec.backends.container.zygote import SpawnRequest, ZygoteClient, ZygoteState, start_zygote
 from dsec.errors import CreateFailed, Internal, SandboxNotFound, Unavailable
-from dsec.wire.frames import Frame, FrameType, RequestJoiner, Tag, decode, decode_fields, field_int
+from dsec.wire.frames import PROTOCOL_VERSION, Frame, FrameType, RequestJoiner, Tag, decode, decode_fields, field_int
 
-WELCOME = struct.pack("<HHIQII", 1, 0, 77, 0xE, 1, 1)
+WELCOME = struct.pack("<HHIQII", PROTOCOL_VERSION, 0, 77, 0xE, 1, 1)
 REQUEST = SpawnRequest(
     sandbox="s1",
     lowers=("/l/2", "/l/1"),

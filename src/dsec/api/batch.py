@@ -180,9 +180,9 @@ async def _run(edge: EdgeClient, principal: Principal, place: int, item: ExecIte
         edge.authorize(principal, item.sandbox)
         if item.spec.key is None or item.spec.stdin:
             raise InvalidRequest("a command of a batch has a key, and no stdin", field="spec")
-        execution = await edge.exec(item.sandbox, item.spec)
-        for key in item.release:  # the command runs meanwhile
+        for key in item.release:
             await edge.release(item.sandbox, key)
+        execution = await edge.exec(item.sandbox, item.spec, patient=True)
         parts: tuple[list[bytes], list[bytes]] = ([], [])
         size = 0
         events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events())

@@ -25,6 +25,8 @@ from dsec.wire.frames import ProtocolError
 MEDIA = MEDIA_TYPE.encode()
 MAX_RELEASES = 256
 MAX_HOLD_MS = 1000
+PATIENT_S = 0.1
+"""A caller whose answer may be held for so long wants the result alone."""
 
 
 class Started(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,25 +75,26 @@ _ENCODER = msgspec.json.Encoder()
 
 async def start(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     """POST .../exec"""
+    hold_s = HOLD_S
     if x.scope["query_string"]:
         x.check_query("hold_ms")
-        x.natural("hold_ms")
+        hold_s = _hold_s(x)
     if x.content_type == MEDIA:
-        await _start_framed(edge, sandbox_id, x)
+        await _start_framed(edge, sandbox_id, x, hold_s)
     else:
         spec = x.decode(_SPEC, await x.body())
-        execution = await edge.exec(sandbox_id, spec)
-        if x.release:  # the command runs meanwhile
+        if x.release:  # before it, so that the guest is told of both at once
             await _release_finished(edge, sandbox_id, x)
-        await _stream(execution, x)
+        execution = await edge.exec(sandbox_id, spec, patient=hold_s >= PATIENT_S)
+        await _stream(execution, x, hold_s=hold_s)
 
 
 async def attach(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
     """GET .../exec/{key}"""
     x.check_query("stdout_from", "stderr_from", "hold_ms")
     stdout_from, stderr_from = x.natural("stdout_from") or 0, x.natural("stderr_from") or 0
-    x.natural("hold_ms")
-    await _stream(await edge.attach(sandbox_id, key), x, stdout_from, stderr_from)
+    hold_s = _hold_s(x)
+    await _stream(await edge.attach(sandbox_id, key), x, stdout_from, stderr_from, hold_s=hold_s)
 
 
 async def stdin(edge: EdgeClient, sandbox_id: str, key: str, x: Exchange) -> None:
@@ -143,7 +146,7 @@ async def release_many(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
     await x.empty()
 
 
-async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
+async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange, hold_s: float) -> None:
     decoder = ClientDecoder()
     chunks = x.chunks()
     frames: list[tuple[ClientKind, bytes]] = []
@@ -153,9 +156,9 @@ async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
             raise InvalidRequest("the body ended before the first frame, the ExecSpec")
         frames = _feed(decoder, data)
     spec = x.decode(_SPEC, frames[0][1])
-    execution = await edge.exec(sandbox_id, spec)
     if x.release:
         await _release_finished(edge, sandbox_id, x)
+    execution = await edge.exec(sandbox_id, spec, patient=hold_s >= PATIENT_S)
 
     async def pump() -> None:
         """Stdin from the request; a body that breaks the protocol ends the command's stdin, as a closed pipe would."""
@@ -185,13 +188,11 @@ async def _start_framed(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
             async for _ in chunks:
                 pass
 
-    await _stream(execution, x, reader=reader)
+    await _stream(execution, x, reader=reader, hold_s=hold_s)
 
 
 def _hold_s(x: Exchange) -> float:
     """`hold_ms`: how long output may be held so that it leaves together; for callers who want the result alone."""
-    if not x.scope["query_string"]:
-        return HOLD_S
     hold_ms = x.natural("hold_ms")
     return HOLD_S if hold_ms is None else min(hold_ms, MAX_HOLD_MS) / 1000
 
@@ -216,6 +217,8 @@ async def _stream(
     stdout_from: int = 0,
     stderr_from: int = 0,
     reader: Callable[[], Awaitable[None]] | None = None,
+    *,
+    hold_s: float,
 ) -> None:
     async def first() -> bytes:
         try:
@@ -227,7 +230,7 @@ async def _stream(
             _ENCODER.encode(Started(key=execution.key, pid=pid, attached=execution.attached)),
         )
 
-    held = HeldAnswer(x, MEDIA, first=first, reader=reader, hold_s=_hold_s(x))
+    held = HeldAnswer(x, MEDIA, first=first, reader=reader, hold_s=hold_s)
     events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(stdout_from, stderr_from))
     async with held, aclosing(events):
         try:

@@ -29,9 +29,9 @@ from dsec.kernel import mounts
 from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
 from dsec.kernel.idmap import place_clone
 from dsec.kernel.mounts import TmpfsMount
-from dsec.spec.operations import EndKind, OpRequest
+from dsec.spec.operations import EndKind, ExecFlag, OpRequest
 from dsec.spec.sandbox import SandboxSpec
-from dsec.wire.frames import MAX_FRAME, PROTOCOL_VERSION, FrameType, decode, encode
+from dsec.wire.frames import MAX_FRAME, PROTOCOL_VERSION, FrameType, decode_all, encode
 from dsec.wire.messages import decode_exit, encode_request
 
 CGROUP = "dsec-bench"
@@ -58,7 +58,10 @@ class BareZygote:
         limits = SandboxSpec(environment="defaults")
         self._shape = Shape(memory_bytes=limits.memory_bytes, cpus=limits.cpus, pids=limits.pids)
         hello = encode(FrameType.HELLO, 0, struct.pack("<HHIQ", PROTOCOL_VERSION, 0, 0, 1))
-        self._greeting = (hello, encode(FrameType.START, 1, encode_request(OpRequest(argv=(b"/bin/true",)))))
+        self._greeting = (
+            hello,
+            encode(FrameType.START, 1, encode_request(OpRequest(argv=(b"/bin/true",), flags=ExecFlag.PATIENT))),
+        )
 
     async def __aenter__(self) -> BareZygote:
         try:
@@ -131,8 +134,9 @@ class BareZygote:
         def readable() -> None:
             try:
                 while not done.done():
-                    frame = decode(os.read(channel, MAX_FRAME))
-                    if frame.type is FrameType.EXIT:
+                    for frame in decode_all(os.read(channel, MAX_FRAME)):
+                        if frame.type is not FrameType.EXIT:
+                            continue
                         end = decode_exit(frame.payload)
                         if end.kind is EndKind.EXITED and end.code == 0:
                             done.set_result(None)
@@ -174,6 +178,7 @@ class BareZygote:
             path = self._work / "dev" / name
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(major, minor))
             path.chmod(0o666)
+        (self._work / "dev" / "pts").mkdir()
         place_clone(self._base, self._work / "layer", _ID_BASE, _ID_COUNT)
         self._root = CgroupRoot.detect(CGROUP)
         self._root.prepare()

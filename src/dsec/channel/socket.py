@@ -27,7 +27,7 @@ from dsec.channel.spool import Spool
 from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
 from dsec.ports import Clock
 from dsec.spec.operations import ExecFlag, Kind, OpRequest
-from dsec.wire.frames import MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode
+from dsec.wire.frames import HEADER_SIZE, MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode_all
 from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
 
 RETAIN_COUNT = 32
@@ -82,6 +82,9 @@ class SocketChannel:
         self._changed: dict[int, GuestOperation] = {}
         self._queue: deque[bytes] = deque()
         self._queued = 0
+        self._releases: list[bytes] = []
+        """RELEASE frames that leave with the next frame, or in the event loop's next turn: a client that releases its
+        last command with its next one wakes the guest once."""
         self._room: list[asyncio.Future[None]] = []
         self._pings: dict[int, tuple[float, asyncio.Future[float]]] = {}
         self._live: asyncio.Future[None] = self._loop.create_future()
@@ -182,6 +185,7 @@ class SocketChannel:
         return self._loss
 
     async def close(self) -> None:
+        self._send_releases()
         self._finish(Unavailable("the channel was closed", remedy="Attach again by key."))
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -203,11 +207,9 @@ class SocketChannel:
                     self._settle()
                     self._lost()
                     return
-                if self._decoder is None:
-                    self._take(decode(buffer[:size]))
-                else:
-                    for frame in self._decoder.feed(buffer[:size]):
-                        self._take(frame)
+                packet = buffer[:size]
+                for frame in decode_all(packet) if self._decoder is None else self._decoder.feed(packet):
+                    self._take(frame)
             self._settle()
         except ProtocolError as error:
             self._broken(str(error))
@@ -254,7 +256,7 @@ class SocketChannel:
                 operation.fail(Internal(f"the output cannot be kept: {error.strerror}"))
                 operation.ended_at = self._clock.monotonic()
                 self._ended[operation.op] = operation
-                self.send(self.session.release(operation.op))
+                self._release(operation.op)
             operation.wake()
             if operation.end is not None:
                 operation.rest()
@@ -312,7 +314,7 @@ class SocketChannel:
         self._changed.pop(operation.op, None)
         if operation.key is not None:
             self._by_key.pop(operation.key, None)
-        self.send(self.session.release(operation.op))
+        self._release(operation.op)
         operation.drop()
 
     def _drop_oldest(self, *, unread: bool) -> bool:
@@ -342,10 +344,31 @@ class SocketChannel:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
+    def _release(self, op: int) -> None:
+        frame = self.session.release(op)
+        if frame and self._error is None:
+            self._releases.append(frame)
+            if len(self._releases) == 1:
+                self._loop.call_soon(self._send_releases)
+
+    def _send_releases(self) -> None:
+        if self._releases and self._error is None:
+            frames, self._releases = b"".join(self._releases), []
+            self._send(frames)
+
     def send(self, frame: bytes) -> None:
         """Send now or as soon as the socket takes it. Empty frames and those after the end are dropped."""
         if not frame or self._error is not None:
             return
+        if self._releases:
+            if len(frame) + len(self._releases) * HEADER_SIZE <= MAX_FRAME:
+                frame = b"".join((*self._releases, frame))
+                self._releases = []
+            else:
+                self._send_releases()
+        self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
         if not self._queue:
             try:
                 sent = self._socket.send(frame)

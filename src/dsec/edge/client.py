@@ -329,8 +329,9 @@ class EdgeClient(Observed, Protocol):
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    async def exec(self, sandbox_id: str, spec: ExecSpec) -> Execution:
-        """Start a command, or attach to the one of the same key.
+    async def exec(self, sandbox_id: str, spec: ExecSpec, *, patient: bool = False) -> Execution:
+        """Start a command, or attach to the one of the same key. `patient`: its result is what counts, that it started
+        may be known a moment later, which is cheaper.
 
         Raises `InvalidRequest`, `Conflict` (the key was used for a different request), `QuotaExceeded` (too many
         operations).

@@ -112,7 +112,7 @@ class Commands:
         self._config = config
         self._tasks = tasks
 
-    async def exec(self, sandbox: Sandbox, spec: ExecSpec) -> RunningCommand:
+    async def exec(self, sandbox: Sandbox, spec: ExecSpec, patient: bool = False) -> RunningCommand:
         """See `EdgeClient.exec`."""
         channel = sandbox.running().channel
         sandbox.active_at = self._clock.monotonic()
@@ -123,7 +123,7 @@ class Commands:
             known = table.get(guest_key[:HALF_KEY])
             if known is not None:
                 return await self._again(sandbox, known, spec.key, guest_key)
-        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env)
+        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env, patient=patient)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
         command.began = sandbox.active_at
         if guest_key is not None:
@@ -213,7 +213,7 @@ class Commands:
             await asyncio.wait([command.starting])
         self._drop(sandbox, command)
         if command.operation is not None:
-            await asyncio.shield(self._tasks.spawn(command.operation.release()))
+            await command.operation.release()
 
     def count_stdin(self, size: int) -> None:
         """Bytes that a caller sent to a command."""

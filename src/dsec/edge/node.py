@@ -351,8 +351,8 @@ class Edge:
 
     # --- commands ---
 
-    async def exec(self, sandbox_id: str, spec: ExecSpec) -> RunningCommand:
-        return await self._commands.exec(self._usable(sandbox_id), spec)
+    async def exec(self, sandbox_id: str, spec: ExecSpec, *, patient: bool = False) -> RunningCommand:
+        return await self._commands.exec(self._usable(sandbox_id), spec, patient)
 
     async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
         return await self._commands.attach(self._live(sandbox_id), key)

@@ -56,9 +56,15 @@ def guest_key_of(spec: ExecSpec) -> bytes:
 
 
 def request_of(
-    sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None, network_env: Mapping[str, str] | None = None
+    sandbox: SandboxSpec,
+    spec: ExecSpec,
+    guest_key: bytes | None,
+    network_env: Mapping[str, str] | None = None,
+    *,
+    patient: bool = False,
 ) -> tuple[OpRequest, Asked]:
-    """The guest's request: the command's own values over the sandbox's over the network's over the defaults."""
+    """The guest's request: the command's own values over the sandbox's over the network's over the defaults. `patient`:
+    the result is what counts, that it started may be known later."""
     user = spec.user if spec.user is not None else sandbox.user
     cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
     env = {"PATH": PATH}
@@ -79,6 +85,8 @@ def request_of(
         flags |= ExecFlag.MERGE
     if spec.pty is not None:
         flags |= ExecFlag.PTY
+    elif patient:
+        flags |= ExecFlag.PATIENT
     try:
         request = OpRequest(
             argv=tuple([_bytes(argument) for argument in spec.argv]),

@@ -27,6 +27,7 @@ class ExecFlag(IntFlag):
     KILL_LEFTOVERS = 2
     MERGE = 4
     PTY = 8
+    PATIENT = 16
 
 
 class FileFlag(IntFlag):

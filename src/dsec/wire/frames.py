@@ -14,7 +14,7 @@ from enum import IntEnum, IntFlag
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_SIZE = 16
 MAX_PAYLOAD = 65552
 MAX_DATA = 65536
@@ -216,6 +216,23 @@ def decode(packet: Buffer) -> Frame:
     if len(packet) != HEADER_SIZE + size:
         raise ProtocolError(f"a packet of {len(packet)} bytes says that its payload has {size}")
     return Frame(checked, op, bytes(packet[HEADER_SIZE:]), flags)
+
+
+def decode_all(packet: Buffer) -> list[Frame]:
+    """The frames in one packet of a guest's SOCK_SEQPACKET: one or more, whole. Raises `ProtocolError`."""
+    frames: list[Frame] = []
+    at, length = 0, len(packet)
+    while at < length or not frames:
+        if length - at < HEADER_SIZE:
+            raise ProtocolError(f"{length - at} bytes are shorter than a header")
+        size, kind, flags, zero, op = _HEADER.unpack_from(packet, at)
+        checked = _check_header(size, kind, flags, zero)
+        end = at + HEADER_SIZE + size
+        if end > length:
+            raise ProtocolError(f"a packet ends {end - length} bytes before its last frame does")
+        frames.append(Frame(checked, op, bytes(packet[at + HEADER_SIZE : end]), flags))
+        at = end
+    return frames
 
 
 class StreamDecoder:

@@ -20,7 +20,7 @@ from dsec.wire.frames import (
     FrameType,
     ProtocolError,
     RequestJoiner,
-    decode,
+    decode_all,
     encode,
 )
 from dsec.wire.messages import OpState, decode_request, encode_opstate
@@ -95,7 +95,8 @@ class GuestEnd:
             packet = b""
         try:
             if packet:
-                self._take(decode(packet))
+                for frame in decode_all(packet):
+                    self._take(frame)
                 return
         except ProtocolError:
             pass
