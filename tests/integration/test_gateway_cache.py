@@ -14,6 +14,7 @@ from upstream_kit import OLD, Index
 from dsec.egress.gateways.answers import UpstreamError
 from dsec.egress.gateways.cache import Body, Cache, Fetch, Item
 from dsec.egress.gateways.config import GatewaysConfig, Upstream
+from dsec.egress.gateways.parsed import LIMIT_BYTES, Parsed
 
 LIMIT = 1 << 20
 
@@ -108,6 +109,35 @@ async def test_what_fails_is_not_kept_and_never_looks_whole(tmp_path: Path) -> N
     assert files(tmp_path) == []
     assert await read(cache, "key", Source(b"good"), good) == b"good"
     assert opened() == before
+
+
+async def test_a_disk_that_takes_nothing_is_an_error_and_no_leak(tmp_path: Path) -> None:
+    cache, ended = Cache(tmp_path / "cache", LIMIT), []
+    (tmp_path / "cache").rmdir()
+
+    async def fetch() -> Body:
+        async def data() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"x"
+            finally:
+                ended.append(True)
+
+        return Body({}, data())
+
+    with pytest.raises(UpstreamError, match="cache"):
+        await read(cache, "key", fetch)
+    assert ended == [True]
+
+
+async def test_eviction_while_it_is_read_takes_nothing_away(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 2500)
+    await read(cache, "a", Source(b"a" * 1000))
+    item = await cache.get("a", Source(), limit=LIMIT)
+    for key in "bcd":
+        await read(cache, key, Source(b"x" * 1000))
+    assert await item.whole() == b"a" * 1000
+    item.renew()
+    item.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "grow", "other"])
@@ -210,3 +240,19 @@ async def test_what_credentials_fetched_is_for_their_project_alone(tmp_path: Pat
             front.grant("pypi")
             front.project = "ours"
             assert (await front.get(url))[0] == 404
+
+
+def test_parsed_pages_are_bounded() -> None:
+    parsed: Parsed[int] = Parsed()
+    made = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number
+
+    for number in (1, 2, 1, 3, 1, 2):  # two of them fit
+        assert parsed.get(str(number), LIMIT_BYTES // 2, lambda number=number: make(number)) == number  # type: ignore[misc]
+    assert made == [1, 2, 3, 2]
+    assert parsed.get("huge", LIMIT_BYTES * 2, lambda: make(4)) == 4
+    assert parsed.get("1", 1, lambda: make(1)) == 1
+    assert made == [1, 2, 3, 2, 4, 1]

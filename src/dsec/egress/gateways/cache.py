@@ -76,6 +76,15 @@ class Item:
         """Bytes of the body; None while it arrives."""
         return self._readable if self._ended else None
 
+    @property
+    def age_s(self) -> float:
+        """How long ago it was known to be current."""
+        return time.time() - os.fstat(self._file.fileno()).st_mtime
+
+    def renew(self) -> None:
+        """It is current now."""
+        os.utime(self._file.fileno())
+
     async def read(self, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """The bytes from `start` to `end` as they arrive. Raises what the fetch raised."""
         position = start
@@ -198,7 +207,7 @@ class Cache:
         `fetch` returns None where that is still current."""
         name = _name(key)
         item = await self._stored(name, key)
-        if item is not None and time.time() - self._path(name).stat().st_mtime < ttl_s:
+        if item is not None and item.age_s < ttl_s:
             return item
         old = item.headers if item is not None else {}
 
@@ -214,7 +223,7 @@ class Cache:
             stored = await self._stored(name, key)
             if stored is None:  # evicted meanwhile
                 return await self._fetched(_Want(name, key, lambda: _must(fetch({})), limit))
-            os.utime(self._path(name))
+            stored.renew()
             return stored
         finally:
             if item is not None:
@@ -245,8 +254,9 @@ class Cache:
             file.close()
             self._drop(name)
             return None
-        self._sound.add(name)
-        self._sizes.move_to_end(name)
+        if name in self._sizes:  # it may have been evicted meanwhile
+            self._sound.add(name)
+            self._sizes.move_to_end(name)
         os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
         return Item(file, footer.headers, footer.sha256, footer.size)
 
@@ -291,7 +301,12 @@ class Cache:
 
     async def _begin(self, flight: _Flight, want: _Want) -> None:
         body = await want.fetch()
-        handle, temporary = tempfile.mkstemp(prefix=".", dir=self._directory)
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=".", dir=self._directory)
+        except OSError as error:
+            await anext(body.data, None)  # one that never began holds on to its connection
+            await body.data.aclose()
+            raise UpstreamError(f"the cache: {error.strerror}") from error
         flight.item = item = Item(os.fdopen(handle, "w+b", buffering=0), dict(body.headers))
         item.users += flight.waiting
         writer = asyncio.create_task(self._write(want, body, item, Path(temporary)))

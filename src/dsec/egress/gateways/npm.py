@@ -20,6 +20,7 @@ from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidd
 from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant
 from dsec.egress.gateways.config import Upstream, default_npm
 from dsec.egress.gateways.packument import ABBREVIATED, abbreviated, filtered, linked
+from dsec.egress.gateways.parsed import Parsed
 from dsec.egress.gateways.paths import BadPath, segments, spell
 from dsec.egress.gateways.semver import Either, Rule, Rules
 
@@ -63,6 +64,7 @@ class NpmGateway(BaseGateway):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._found = shared.config.npm
+        self._parsed: Parsed[dict[str, Any]] = Parsed()
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
@@ -162,11 +164,11 @@ class NpmGateway(BaseGateway):
         # Without a date the short form does, which for old packages is a tenth of the full one.
         short = not rules.dated and ABBREVIATED in call.request.headers.get("Accept", "")
         accept = ABBREVIATED if short else "application/json"
-        body, _ = await self.read_page(
+        body, item = await self.read_page(
             call, upstream, url, {"Accept": accept}, missing_text=f"the registry has no package {name}"
         )
         try:
-            document = msgspec.json.decode(body, type=dict[str, Any])
+            document = self._parsed.get(item.sha256, len(body), lambda: msgspec.json.decode(body, type=dict[str, Any]))
         except msgspec.MsgspecError as error:
             raise UpstreamError(f"not a description of a package: {error}") from error
         shown, hidden = filtered(document, name, rules)

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from dsec.egress.gateways.answers import TooBig, UpstreamError
+from dsec.plan.addresses import plain, public
 
 MAX_REDIRECTS = 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -28,14 +29,7 @@ AddressCheck = Callable[[str, str], bool]
 
 def is_public(_host: str, address: str) -> bool:
     """Whether an address is one of the internet's, also behind its IPv6 disguises."""
-    ip = ipaddress.ip_address(address.split("%", 1)[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
-        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(_host, str(inner))
-    return ip.is_global and not ip.is_multicast
+    return public(plain(ipaddress.ip_address(address.split("%", 1)[0])))
 
 
 class _Resolver(AbstractResolver):

@@ -21,6 +21,7 @@ from dsec.egress.gateways import simple
 from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidden, missing
 from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
 from dsec.egress.gateways.config import Upstream, default_pypi
+from dsec.egress.gateways.parsed import Parsed
 
 HOST = "pypi.dsec"
 _PROJECT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9])?")
@@ -62,6 +63,7 @@ class PypiGateway(BaseGateway):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._found = shared.config.pypi
+        self._parsed: Parsed[simple.Page] = Parsed()
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
@@ -159,7 +161,10 @@ class PypiGateway(BaseGateway):
             call, upstream, base, {"Accept": simple.ACCEPT}, missing_text=f"the index has no project {project}"
         )
         try:
-            page = simple.parse(body, item.headers.get("Content-Type", ""), base, project)
+            kind = item.headers.get("Content-Type", "")
+            page = self._parsed.get(
+                f"{project} {kind} {item.sha256}", len(body), lambda: simple.parse(body, kind, base, project)
+            )
         except simple.BadPage as error:
             raise UpstreamError(str(error)) from error
         times = {file.filename: moment(file.upload_time) for file in page.files}
