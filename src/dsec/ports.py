@@ -163,6 +163,8 @@ class Usage(Struct, frozen=True, kw_only=True):
     pids_refused: int = 0
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
+    image_failures: int = 0
+    """Reads of its environment's files that failed because the store did."""
 
 
 class InstanceEnd(Struct, frozen=True):

@@ -56,6 +56,20 @@ def test_cause(end: OpEnd, after: Usage, signalled: int, exit_code: int, cause: 
         assert found.message
 
 
+def test_a_store_that_fails_explains_a_failure_and_is_the_platforms_fault() -> None:
+    image = Usage(disk_limit_bytes=1 << 30, image_failures=1)
+    for end in (
+        OpEnd(kind=EndKind.EXITED, code=1),
+        OpEnd(kind=EndKind.SIGNALED, code=7),
+        OpEnd(kind=EndKind.START_FAILED, code=errno.EIO, stage=Stage.EXEC),
+    ):
+        found = status(end, image)
+        assert (found.cause, found.infra) == (Cause.INFRA_IMAGE, True)
+        assert "store" in found.message
+    assert status(OpEnd(kind=EndKind.EXITED, code=0), image).cause is Cause.EXITED
+    assert status(OpEnd(kind=EndKind.TIMEOUT), image).cause is Cause.COMMAND_TIMEOUT
+
+
 @pytest.mark.parametrize(
     ("stage", "code", "exit_code", "cause", "words"),
     [

@@ -62,7 +62,10 @@ def status_of(end: OpEnd, before: Usage, after: Usage, asked: Asked, signalled: 
     guest refused it.
     """
     exit_code, signal, cause, message = _what(end, asked, signalled)
-    if cause in (Cause.EXITED, Cause.SIGNALED) and exit_code != 0:
+    image_failed = after.image_failures > before.image_failures
+    if image_failed and exit_code != 0 and cause in (Cause.EXITED, Cause.SIGNALED, Cause.START_FAILED):
+        cause, message = Cause.INFRA_IMAGE, "it failed after files of its environment could not be had from the store"
+    elif cause in (Cause.EXITED, Cause.SIGNALED) and exit_code != 0:
         limit = _limit(end, before, after)
         if limit is not None:
             cause, message = limit

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     CREATE_FAILED = "create_failed"
     NODE_LOST = "node_lost"  # zygote or machine died
     PLATFORM_KILLED = "platform_killed"  # an operator or the platform ended it
+    INFRA_IMAGE = "infra_image"  # it failed after files of its environment could not be had from the store
     OUTCOME_UNKNOWN = "outcome_unknown"  # the guest died under a command: it may or may not have run
 
     @property
@@ -41,4 +42,6 @@ class Cause(StrEnum):
         return self in _INFRA
 
 
-_INFRA = frozenset({Cause.CREATE_FAILED, Cause.NODE_LOST, Cause.PLATFORM_KILLED, Cause.OUTCOME_UNKNOWN})
+_INFRA = frozenset(
+    {Cause.CREATE_FAILED, Cause.NODE_LOST, Cause.PLATFORM_KILLED, Cause.INFRA_IMAGE, Cause.OUTCOME_UNKNOWN}
+)
