@@ -28,6 +28,7 @@ _dsec_packages() {
     command -v mkfs.btrfs >/dev/null || missing+=(btrfs-progs)
     if [ "$1" = tests ]; then
         command -v docker-registry >/dev/null || missing+=(docker-registry)
+        command -v dpkg-scanpackages >/dev/null || missing+=(dpkg-dev)
     fi
     if [ "$1" = peers ] || [ "$1" = tests ]; then
         command -v crun >/dev/null || missing+=(crun)
