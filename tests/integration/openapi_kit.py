@@ -45,7 +45,7 @@ expected-statuses = ["2xx", "3xx", "4xx", 501, 502, 511]
 enabled = false
 
 [phases.coverage]
-unexpected-methods = ["PATCH", "TRACE", "OPTIONS"]
+unexpected-methods = ["TRACE", "OPTIONS"]
 
 [[operations]]
 include-path-regex = '^(/v1|/v2)?/sandboxes/\\{sandbox_id\\}(/renew|/timeout|/connect)?$'

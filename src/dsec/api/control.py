@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any
 
+import msgspec
 from litestar import Litestar, Request, Response, delete, get, patch, post, put
 from litestar.exceptions import HTTPException, NotFoundException, ValidationException
 from litestar.openapi import OpenAPIConfig
@@ -224,6 +225,7 @@ def build(
             healthz,
         ],
         exception_handlers={DsecError: on_error, HTTPException: on_http_error, Exception: on_bug},
+        before_request=strictly,
         openapi_config=OpenAPIConfig(title="dsec", version=version, path="/v1/-/openapi", render_plugins=[]),
         request_max_body_size=MAX_JSON_BYTES,
         logging_config=None,
@@ -245,6 +247,18 @@ def only(app: Litestar, x: Exchange) -> None:
 @cache
 def _matcher(path: str) -> re.Pattern[str]:
     return re.compile("[^/]+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", path)))
+
+
+async def strictly(request: Request[Any, Any, Any]) -> None:
+    """Refuse a body that only a lax reading could take, as Litestar's is: numbers as text, 0 for false."""
+    data = request.route_handler.parsed_fn_signature.parameters.get("data")
+    if data is not None:
+        exchange(request.scope).decode(_decoder(data.annotation), await request.body())
+
+
+@cache
+def _decoder(kind: type) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def exchange(scope: Scope) -> Exchange:

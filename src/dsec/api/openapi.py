@@ -31,7 +31,7 @@ _SCHEMES = {
     "accessToken": {"type": "apiKey", "in": "header", "name": "X-Access-Token", "description": "E2B's data plane"},
 }
 _PUBLIC = frozenset({"/healthz"})
-_METHODS = ("get", "put", "post", "delete")
+_METHODS = ("get", "put", "post", "patch", "delete")
 
 
 def _native() -> dict[int, str]:

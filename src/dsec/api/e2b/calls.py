@@ -93,7 +93,13 @@ CALLS = (
     _rest("delete", _ONE, "end a sandbox"),
     _connection(f"{_ONE}/connect"),
     _connection(f"/v2{_ONE}/connect"),
-    _rest("put", f"{_ONE}/network", "replace what a sandbox may reach", takes=((JSON, network.NetworkUpdate),)),
+    _rest(
+        "put",
+        f"{_ONE}/network",
+        "replace what a sandbox may reach",
+        takes=((JSON, network.NetworkUpdate),),
+        optional=True,
+    ),
     _rest("post", f"{_ONE}/timeout", "a sandbox's end, from now", takes=((JSON, models.SetTimeout),)),
     _rest(
         "get",
