@@ -128,6 +128,17 @@ def bench_soak(arguments: tuple[str, ...]) -> int:
     return soak.main(list(arguments))
 
 
+@bench.command("net", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_net(arguments: tuple[str, ...]) -> int:
+    """A sandbox's network: what the egress costs."""
+    try:
+        from dsec.bench import net
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return net.main(list(arguments))
+
+
 @click.group("host")
 def host_group() -> None:
     """What dsec changes on this host."""

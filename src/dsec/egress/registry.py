@@ -1,4 +1,4 @@
-"""The operator's file about the network, `network.toml` in the state directory.
+"""The operator's files about the network, `network.toml` and `network.d/*.toml` in the state directory.
 
 Owns its form; docs/NETWORK.md describes it. Invariant: a file with a mistake stops the server with a sentence that says
 where, rather than granting something else than was meant.
@@ -10,6 +10,7 @@ import ipaddress
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +21,8 @@ from dsec.plan.permissions import BUILT_IN, Definition, check_definition
 from dsec.spec.network import KeyPolicy, host_name, permission
 
 FILE_NAME = "network.toml"
+DIRECTORY = "network.d"
+"""Further files, in the order of their names: what they say of one thing replaces what was said before."""
 
 
 class NetworkFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,13 +43,16 @@ class NetworkFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def read_network(state: Path) -> NetworkFile:
-    """The file of a state directory, or the defaults. Raises `InvalidRequest`."""
-    path = state / FILE_NAME
+    """The files of a state directory, or the defaults. Raises `InvalidRequest`."""
+    path, merged = state / FILE_NAME, dict[str, dict[str, Any]]()
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text()), NetworkFile)
-    except FileNotFoundError:
-        return NetworkFile()
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        for path in (state / FILE_NAME, *sorted((state / DIRECTORY).glob("*.toml"))):
+            if path.exists():
+                for table, content in tomllib.loads(path.read_text()).items():
+                    merged.setdefault(table, {}).update(content)
+                found = msgspec.convert(merged, NetworkFile)
+        found = msgspec.convert(merged, NetworkFile)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError, ValueError) as error:
         raise _wrong(path, str(error)) from error
     for name, definition in found.permissions.items():
         try:

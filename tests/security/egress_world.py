@@ -1,0 +1,146 @@
+"""What the attacks on the egress run against: servers on addresses of the loopback net, and a server of ours whose
+operator lets sandboxes reach them by name."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import dsec
+from server_kit import Server
+
+ECHO = 9000
+FLOOD = 9001
+FLOOD_BYTES = 64 << 20
+
+
+class Outside:
+    """Servers at one address; keeps what they were sent."""
+
+    def __init__(self) -> None:
+        self.address = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}.{secrets.randbelow(200) + 2}"
+        self.received = bytearray()
+        self.flooded = 0
+        self._servers: list[socketserver.ThreadingTCPServer] = []
+
+    def serve(self, port: int, answer: Callable[[socket.socket], None]) -> None:
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                answer(self.request)
+
+        class Listener(socketserver.ThreadingTCPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+            request_queue_size = 512
+
+        listener = Listener((self.address, port), Handler)
+        self._servers.append(listener)
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        for each in self._servers:
+            each.shutdown()
+            each.server_close()
+
+    # --- what they do ---
+
+    def http(self, connection: socket.socket) -> None:
+        """A sloppy HTTP server: takes whatever comes, answers once for each head it sees."""
+        held = b""
+        while data := _some(connection):
+            self.received += data
+            held += data
+            while b"\r\n\r\n" in held:
+                head, _, held = held.partition(b"\r\n\r\n")
+                redirect = b"Location: http://other.example/\r\n" if b"/redirect" in head else b""
+                status = b"302 Found" if redirect else b"200 OK"
+                connection.sendall(b"HTTP/1.1 " + status + b"\r\n" + redirect + b"Content-Length: 2\r\n\r\nok")
+
+    def echo(self, connection: socket.socket) -> None:
+        whole = b""
+        while data := _some(connection):
+            self.received += data
+            whole += data
+            connection.sendall(data)
+        connection.sendall(b"<end>")
+
+    def flood(self, connection: socket.socket) -> None:
+        self.flooded = 0
+        try:
+            while self.flooded < FLOOD_BYTES:
+                self.flooded += connection.send(bytes(65536))
+        except OSError:
+            pass
+
+
+def _some(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(65536)
+    except OSError:
+        return b""
+
+
+class World:
+    """All of it."""
+
+    def __init__(self, outside: Outside, server: Server, client: dsec.Client) -> None:
+        self.outside = outside
+        self.server = server
+        self.client = client
+
+
+FILE = """
+[permissions.good]
+hosts = ["good.example"]
+ports = [80, 443, {echo}, {flood}]
+private = true
+
+[permissions.few]
+hosts = ["few.example"]
+ports = [{echo}]
+private = true
+connections = 3
+
+[permissions.little]
+hosts = ["little.example"]
+ports = [{echo}]
+private = true
+bytes = 100000
+
+[permissions.inner]
+hosts = ["metadata.example", "mapped.example"]
+ports = [80]
+private = true
+
+[limits]
+head_s = 1.0
+
+[hosts]
+"good.example" = ["{address}"]
+"few.example" = ["{address}"]
+"little.example" = ["{address}"]
+"public.example" = ["{address}"]
+"metadata.example" = ["169.254.169.254"]
+"mapped.example" = ["::ffff:169.254.169.254"]
+"""
+
+
+@contextmanager
+def world(state: Path) -> Iterator[World]:
+    with ExitStack() as undo:
+        outside = Outside()
+        undo.callback(outside.close)
+        for port, answer in ((80, outside.http), (443, outside.echo), (ECHO, outside.echo), (FLOOD, outside.flood)):
+            outside.serve(port, answer)
+        (state / "network.toml").write_text(FILE.format(address=outside.address, echo=ECHO, flood=FLOOD))
+        server = Server(state)
+        server.start()
+        undo.callback(server.stop)
+        endpoint = server.endpoint()
+        client = undo.enter_context(dsec.Client(endpoint.url, endpoint.api_key))
+        yield World(outside, server, client)

@@ -1,0 +1,318 @@
+"""Programs inside against the egress: real sandboxes, a real server, servers outside that record what reaches them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from egress_world import ECHO, FLOOD, FLOOD_BYTES, World, world
+
+import dsec
+from dsec.errors import PermissionDenied
+
+pytestmark = pytest.mark.root
+
+PRELUDE = """
+import json, socket, ssl, struct, sys, threading, time
+def tcp(name, port, timeout=5):
+    try:
+        return socket.create_connection((name, port), timeout)
+    except OSError as error:
+        return type(error).__name__
+def reach(name, port):
+    s = tcp(name, port)
+    if isinstance(s, str):
+        return s
+    try:
+        s.sendall(b"hello")
+        return s.recv(100).decode("latin-1")
+    except OSError as error:
+        return type(error).__name__
+def talk(name, port, data, end=False):
+    s = tcp(name, port)
+    if isinstance(s, str):
+        return s
+    got = b""
+    try:
+        s.sendall(data)
+        if end:
+            s.shutdown(socket.SHUT_WR)
+        while True:
+            some = s.recv(65536)
+            if not some:
+                return got.decode("latin-1")
+            got += some
+            if not end and (b"\\r\\n\\r\\nok" in got or b"reason" in got):
+                return got.decode("latin-1")
+    except OSError as error:
+        return got.decode("latin-1") + type(error).__name__
+"""
+
+
+@pytest.fixture(scope="module")
+def there(debian_module_state: Path) -> Iterator[World]:
+    with world(debian_module_state) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def box(there: World) -> Iterator[dsec.Sandbox]:
+    with there.client.create(
+        "debian", network={"good": True, "few": True, "little": True, "inner": True, "host:public.example": True}
+    ) as box:
+        yield box
+
+
+def inside(box: dsec.Sandbox, code: str) -> Any:
+    """What a program inside finds: the value of `found`."""
+    program = f"{PRELUDE}\n{code}\nprint(json.dumps(found))"
+    result = box.commands.run(["python3", "-c", program], command_timeout_s=60)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def events(box: dsec.Sandbox, after: int = 0) -> list[dsec.SandboxEvent]:
+    return [each for each in box.events() if each.seq > after]
+
+
+def reasons(box: dsec.Sandbox, after: int, kind: str = "connection_refused") -> set[str]:
+    return {each.data.get("reason", "") for each in events(box, after) if each.type == kind}
+
+
+def now(box: dsec.Sandbox) -> int:
+    return max(each.seq for each in events(box))
+
+
+GET = "GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\n\\r\\n"
+
+
+def test_a_granted_name_is_reached_and_on_record(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    code = f'found = talk("GOOD.example.", 80, b"{GET.format(path="/", host="good.example")}")'
+    assert inside(box, code).startswith("HTTP/1.1 200")
+    record = next(each.data for each in events(box, at) if each.type == "connection")
+    assert (record["name"], record["address"], record["permission"]) == ("good.example", there.outside.address, "good")
+    assert record["reason"] == "granted"
+    assert record["in"] > 0 < record["out"]
+
+
+def test_other_names_and_addresses_are_not(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    found = inside(
+        box,
+        f"""found = [reach(*where) for where in (
+            ("other.example", 80), ("good.example.evil.example", 80), ("{there.outside.address}", 80),
+            ("1.1.1.1", 53), ("8.8.8.8", 443), ("169.254.169.254", 80), ("198.18.255.254", 80), ("10.0.0.1", 22),
+            ("good.example", 22), ("::1", 80), ("2606:4700::1111", 443))]""",
+    )
+    assert set(found) <= {"gaierror", "ConnectionResetError", "ConnectionRefusedError", "OSError"}, found
+    assert {"address_not_granted", "port_not_granted", "unknown_address"} <= reasons(box, at)
+
+
+@pytest.mark.parametrize("name", ["public.example", "metadata.example", "mapped.example"])
+def test_names_that_lead_inwards(there: World, box: dsec.Sandbox, name: str) -> None:
+    at = now(box)
+    found = inside(box, f'found = talk("{name}", 80, b"{GET.format(path="/", host=name)}")')
+    assert "private_address" in found
+    assert reasons(box, at) == {"private_address"}
+
+
+EVIL = "GET /evil HTTP/1.1\\r\\nHost: evil.example\\r\\n\\r\\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        EVIL,
+        GET.format(path="/", host="good.example") + EVIL,
+        GET.format(path="http://evil.example/", host="good.example"),
+        "CONNECT evil.example:443 HTTP/1.1\\r\\nHost: good.example\\r\\n\\r\\n",
+        "POST / HTTP/1.1\\r\\nHost: good.example\\r\\nContent-Length: 4\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n0"
+        + "\\r\\n\\r\\n"
+        + EVIL,
+        "POST / HTTP/1.1\\r\\nHost: good.example\\r\\nTransfer-Encoding:\\x0bchunked\\r\\n\\r\\n" + EVIL,
+        "POST / HTTP/1.1\\r\\nHost: good.example\\r\\nContent-Length: 0\\r\\nContent-Length: 50\\r\\n\\r\\n" + EVIL,
+        "GET / HTTP/1.1\\nHost: good.example\\n\\n" + EVIL,
+        "GET / HTTP/1.1\\r\\nHost: good.example\\r\\nUpgrade: websocket\\r\\n\\r\\n" + EVIL,
+    ],
+)
+def test_no_request_for_another_host_gets_out(there: World, box: dsec.Sandbox, sent: str) -> None:
+    there.outside.received.clear()
+    inside(box, f'found = talk("good.example", 80, b"{sent}", end=True)')
+    assert b"evil" not in there.outside.received
+
+
+def test_a_redirect_leads_nowhere(there: World, box: dsec.Sandbox) -> None:
+    found = inside(
+        box,
+        """
+import urllib.request, urllib.error
+try:
+    found = urllib.request.urlopen("http://good.example/redirect", timeout=5).status
+except urllib.error.URLError as error:
+    found = str(error)
+""",
+    )
+    assert "other.example" not in str(found)
+    assert "not known" in found or "Name" in found
+
+
+def test_tls_for_another_name(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    there.outside.received.clear()
+    found = inside(
+        box,
+        """
+def shake(name):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    s = tcp("good.example", 443)
+    try:
+        context.wrap_socket(s, server_hostname=name)
+    except OSError as error:
+        return type(error).__name__
+found = [shake("evil.example"), shake(None), talk("good.example", 443, b"SSH-2.0-hello\\r\\n"), shake("good.example")]
+""",
+    )
+    assert found[0] == found[1] == found[2] == "ConnectionResetError"
+    assert reasons(box, at) == {"tls_name_mismatch", "tls_name_missing", "not_tls"}
+    assert b"good.example" in there.outside.received  # the echo answers no TLS, but the hello got there
+    assert b"evil.example" not in there.outside.received
+    assert b"SSH" not in there.outside.received
+
+
+def test_who_says_nothing_is_let_go(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    found = inside(
+        box,
+        """
+def drip(port):
+    s, began = tcp("good.example", port), time.time()
+    try:
+        for byte in b"GET / HTTP/1.1 and so on, very slowly, for a long time" * 9:
+            s.sendall(bytes([byte])); time.sleep(0.1)
+    except OSError:
+        return time.time() - began
+found = drip(80)
+""",
+    )
+    assert found < 20
+    assert "said_nothing" in reasons(box, at)
+
+
+def test_half_closed_and_slow_readers(there: World, box: dsec.Sandbox) -> None:
+    found = inside(
+        box,
+        f"""
+slow = tcp("good.example", {FLOOD})
+time.sleep(1)
+found = talk("good.example", {ECHO}, b"hello", end=True)
+""",
+    )
+    assert found == "hello<end>"
+    assert 0 < there.outside.flooded < FLOOD_BYTES / 2, "what nobody reads isn't taken"
+
+
+def test_limits(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    found = inside(
+        box,
+        f"""
+held = []
+for _ in range(6):
+    s = tcp("few.example", {ECHO})
+    try:
+        s.sendall(b"x")
+        held.append(s.recv(1).decode())
+    except OSError:
+        held.append("")
+    held.append(s)
+found = [each for each in held if isinstance(each, str)]
+found.append(len(talk("little.example", {ECHO}, b"y" * 300000, end=True)))
+""",
+    )
+    assert found[:6] == ["x", "x", "x", "", "", ""]
+    assert found[6] < 150_000
+    assert "connections_limit" in reasons(box, at)
+    assert "bytes_limit" in reasons(box, at, "connection")
+
+
+def test_a_change_cuts_what_is_open(there: World, box: dsec.Sandbox) -> None:
+    command = box.commands.start(
+        [
+            "python3",
+            "-uc",
+            f"{PRELUDE}\ns = tcp('good.example', {ECHO}); s.sendall(b'a'); print(s.recv(1))\n"
+            "s.settimeout(30)\ntry: print(s.recv(1))\nexcept OSError as error: print(type(error).__name__)",
+        ]
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not box.network.get().open and time.monotonic() < deadline:
+            time.sleep(0.05)
+        box.network.update({"good": False})
+        assert "ConnectionResetError" in command.wait().stdout
+        assert inside(box, f'found = reach("good.example", {ECHO})') == "gaierror"
+        assert "policy_changed" in reasons(box, 0, "connection")
+    finally:
+        box.network.update({"good": True})
+
+
+def test_a_policy_is_not_widened_from_inside(there: World, box: dsec.Sandbox) -> None:
+    made = there.client.create("debian")
+    try:
+        assert made.info.token is not None
+        mine = dsec.Client(there.server.url, made.info.token)
+        with mine, pytest.raises(PermissionDenied):
+            mine.connect(made.id).network.update({"good": True})
+        with pytest.raises(PermissionDenied):
+            made.network.update({"internet": True})
+        assert inside(made, 'found = [reach("good.example", 80), reach("1.1.1.1", 80)]')[0] == "gaierror"
+        assert made.network.get().policy == {}
+    finally:
+        made.kill()
+
+
+def test_floods_leave_room_in_the_log(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
+    inside(
+        box,
+        """
+def ask(n):
+    packet = struct.pack("!HHHHHH", n, 256, 1, 0, 0, 0)
+    packet += bytes([40]) + (b"%040d" % n) + b"\\x06tunnel\\x07example\\0" + struct.pack("!HH", 16, 1)
+    s.sendto(packet, ("9.9.9.9", 53))
+    try:
+        return s.recv(512)[3] & 15
+    except OSError:
+        return None
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(2)
+codes = {ask(n) for n in range(1500)}
+for n in range(1500):
+    c = socket.socket(); c.setblocking(False)
+    try: c.connect(("10.1.%d.%d" % (n >> 8, n & 255), 1 + n % 1024))
+    except OSError: pass
+    if n % 50 == 0: time.sleep(0.02)
+    c.close()
+found = sorted(str(code) for code in codes)
+""",
+    )
+    time.sleep(6)
+    seen = [each for each in events(box, at) if each.type in ("name_refused", "connection_refused")]
+    assert len(seen) < 400
+    asked = sum(each.data.get("count", 1) for each in seen if each.type == "name_refused")
+    assert asked >= 1400
+
+
+def test_policy_and_names_outlive_the_server(there: World, box: dsec.Sandbox) -> None:
+    before = inside(box, 'found = socket.gethostbyname("good.example")')
+    there.server.kill()
+    there.server.start()
+    assert inside(box, 'found = socket.gethostbyname("good.example")') == before
+    request = GET.format(path="/", host="good.example")
+    assert inside(box, f'found = talk("{before}", 80, b"{request}")').startswith("HTTP/1.1 200")
+    assert inside(box, 'found = reach("other.example", 80)') == "gaierror"
