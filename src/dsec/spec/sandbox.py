@@ -39,7 +39,7 @@ class State(StrEnum):
 class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One sandbox to create.
 
-    Fields whose feature is not built yet (`cpu_class`, `network`, `gpus`, other backends) are refused with
+    Fields whose feature is not built yet (`cpu_class`, `gpus`, other backends) are refused with
     `unsupported` when they are set, never ignored.
     """
 
