@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from dsec.cli import commands, complete, copy, forward, host, inside, network, sandboxes, session, terminal
+from dsec.cli import audit, commands, complete, copy, forward, host, inside, network, sandboxes, session, terminal
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
@@ -32,6 +32,7 @@ for _command in (
     *forward.COMMANDS,
     *network.COMMANDS,
     *host.COMMANDS,
+    *audit.COMMANDS,
     *complete.COMMANDS,
 ):
     cli.add_command(_command)
