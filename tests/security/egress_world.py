@@ -138,6 +138,7 @@ def world(state: Path) -> Iterator[World]:
         for port, answer in ((80, outside.http), (443, outside.echo), (ECHO, outside.echo), (FLOOD, outside.flood)):
             outside.serve(port, answer)
         (state / "network.toml").write_text(FILE.format(address=outside.address, echo=ECHO, flood=FLOOD))
+        (state / "gateways.toml").write_text(f'[http."api.example"]\nurl = "http://{outside.address}"\n')
         server = Server(state)
         server.start()
         undo.callback(server.stop)

@@ -277,6 +277,57 @@ def test_a_policy_is_not_widened_from_inside(there: World, box: dsec.Sandbox) ->
         made.kill()
 
 
+def test_a_key_gives_no_more_than_it_has(there: World) -> None:
+    narrow = there.client.create_key("narrow", policy=dsec.KeyPolicy(allow=("good", "host:*.example.com")))
+    with dsec.Client(there.server.url, narrow) as client:
+        client.create("debian", network={"good": True, "host:a.example.com": False}).kill()
+        for network in ({"few": True}, {"internet": True}, {"host:example.com": True}, {"ip:1.1.1.1": True}):
+            with pytest.raises(PermissionDenied):
+                client.create("debian", network=network)
+        with pytest.raises(PermissionDenied):
+            client.create_key(policy=dsec.KeyPolicy())
+        with dsec.Client(there.server.url, client.create_key("heir")) as heir, pytest.raises(PermissionDenied):
+            heir.create("debian", network={"few": True})
+
+
+def test_a_gateway_serves_while_it_is_granted(there: World, box: dsec.Sandbox) -> None:
+    ask = """
+import urllib.request, urllib.error
+try:
+    found = urllib.request.urlopen("http://http.dsec/api.example/v1/x", timeout=10).read().decode()
+except urllib.error.HTTPError as error:
+    found = error.code
+except OSError as error:
+    found = type(error).__name__
+"""
+    at = now(box)
+    assert inside(box, ask) == "URLError"
+    box.network.update({"http:api.example/v1/*": True})
+    assert inside(box, ask) == "ok"
+    box.network.update({"http:api.example/v1/*": False, "http:api.example/v2/*": True})
+    assert inside(box, ask) == 403
+    box.network.update({"http:api.example/v2/*": False})
+    assert inside(box, ask) == "URLError"
+    assert [each.data["status"] for each in events(box, at) if each.type == "gateway"] == [200, 403]
+
+
+def test_a_link_leads_to_one_port_of_one_sandbox(there: World) -> None:
+    with (
+        there.client.create("debian", name="db", run="linked") as db,
+        there.client.create("debian", run="linked", network={"sandbox:db:8000": True}) as box,
+        there.client.create("debian", network={"sandbox:db:8000": True}) as stranger,
+    ):
+        db.commands.start(["python3", "-c", f"{PRELUDE}\ns = socket.create_server(('127.0.0.1', 8000))\nwhile True:\n"
+                           " c, _ = s.accept(); c.sendall(c.recv(100) + b' by db'); c.close()"])  # fmt: skip
+        found: Any = None
+        deadline = time.monotonic() + 20
+        while found != "hello by db" and time.monotonic() < deadline:
+            found = inside(box, 'found = reach("db", 8000)')
+        assert found == "hello by db"
+        assert "hello" not in inside(box, 'found = reach("db", 8001)')
+        assert "hello" not in inside(stranger, 'found = reach("db", 8000)')
+
+
 def test_floods_leave_room_in_the_log(there: World, box: dsec.Sandbox) -> None:
     at = now(box)
     inside(
