@@ -212,10 +212,9 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     async with open_edge(config, keep=keep) as edge:
         environments.layers.clear_scratch()  # what builds that were killed left
 
-        def listed() -> list[EnvironmentInfo]:
-            return [
-                EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in open_environments(config).list()
-            ]
+        def listed(project: str) -> list[EnvironmentInfo]:
+            found = open_environments(config).list(project)
+            return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
         server = ApiServer(Api(edge, environments=listed, version=installed_version(), e2b=e2b), host, port)
         await server.start()

@@ -279,6 +279,16 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class EnvironmentHost(Protocol):
+    """What a `Backend` may be besides: one whose environments belong to projects and say how commands run in them."""
+
+    def resolve(self, spec: SandboxSpec, project: str) -> SandboxSpec:
+        """The spec with what its environment and layers say filled in. What comes out is what `check`, `reserve` and
+        `create` get, and what callers are shown. Raises `EnvironmentNotFound`, `NotFound`, `InvalidRequest`."""
+        ...
+
+
 class BlobInfo(Struct, frozen=True):
     """An object of a store."""
 

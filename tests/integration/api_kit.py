@@ -100,7 +100,7 @@ async def served(root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edg
     edge = await kit.open()
     key = await edge.create_key("project", "test")
     environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
-    server = ApiServer(Api(edge_type(edge), environments=lambda: environments), "127.0.0.1", 0, grace_s=0.5)
+    server = ApiServer(Api(edge_type(edge), environments=lambda project: environments), "127.0.0.1", 0, grace_s=0.5)
     await server.start()
     served = Served(kit, edge, server, key)
     try:

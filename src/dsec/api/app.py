@@ -36,7 +36,7 @@ class Api:
         self,
         edge: EdgeClient,
         *,
-        environments: Callable[[], Sequence[EnvironmentInfo]] = tuple,
+        environments: Callable[[str], Sequence[EnvironmentInfo]] = lambda project: (),
         version: str = "0",
         e2b: E2bConfig | None = None,
     ) -> None:

@@ -91,7 +91,7 @@ class Health(Struct, frozen=True):
 
 
 def build(
-    edge: EdgeClient, environments: Callable[[], Sequence[EnvironmentInfo]], version: str, domain: str | None = None
+    edge: EdgeClient, environments: Callable[[str], Sequence[EnvironmentInfo]], version: str, domain: str | None = None
 ) -> Litestar:
     """The Litestar application for one edge. `domain`: where ports are served by host name (None: this machine's)."""
 
@@ -176,8 +176,8 @@ def build(
         return edge.resume_tripwires(sandbox_id)
 
     @get("/v1/environments", summary="Environments that sandboxes can be made of")
-    async def list_environments() -> Environments:
-        return Environments(list(environments()))
+    async def list_environments(scope: Scope) -> Environments:
+        return Environments(list(environments(exchange(scope).project())))
 
     @get("/v1/node", summary="Node facts and counts")
     async def node() -> NodeInfo:

@@ -19,7 +19,7 @@ from dsec.edge.client import BatchItem, Created
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox, info_of
-from dsec.edge.specs import backend_for, differing_fields
+from dsec.edge.specs import differing_fields, resolve
 from dsec.edge.tasks import Tasks, quiet
 from dsec.errors import Conflict, DsecError, InvalidRequest, SandboxLost
 from dsec.journal.records import BatchRecord, Journal, Record
@@ -63,7 +63,7 @@ class Naming:
         """See `EdgeClient.create`."""
         if key is None:
             return await asyncio.shield(self._request(spec, project, deadline_s, None))
-        backend_for(spec, self._backends)  # what can't be made uses up no key
+        resolve(spec, project, self._backends)  # what can't be made uses up no key
         self._lives.networks.check(spec.network)
         batch, fresh = await self._open_batch([spec], project, key)
         return await asyncio.shield(self._request(spec, project, deadline_s, batch.ids[0], fresh=fresh))
@@ -127,7 +127,7 @@ class Naming:
         """The sandbox for this request, made or found, in one synchronous step. The future may be shared: never cancel
         it.
         `sandbox_id`: the one that an idempotency key reserved; `fresh`: just now, for this request."""
-        backend = backend_for(spec, self._backends)
+        backend, spec = resolve(spec, project, self._backends)
         self._lives.networks.check(spec.network)
         if sandbox_id is not None:
             found = self._by_id(sandbox_id, backend, fresh=fresh)

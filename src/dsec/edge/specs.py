@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from dsec.errors import InvalidRequest, Unsupported
-from dsec.plan.tripwires import resolve
-from dsec.ports import Backend
+from dsec.plan import tripwires
+from dsec.ports import Backend, EnvironmentHost
 from dsec.spec.sandbox import SandboxSpec
 
 MAX_ENV_BYTES = 256 << 10
@@ -22,8 +23,9 @@ _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(SandboxSpec)
 
 
-def backend_for(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:
-    """The backend that makes this spec. Raises `Unsupported`, `InvalidRequest`, `EnvironmentNotFound`."""
+def resolve(spec: SandboxSpec, project: str, backends: Mapping[str, Backend]) -> tuple[Backend, SandboxSpec]:
+    """The backend that makes this spec, and the spec with everything said. Raises `Unsupported`, `InvalidRequest`,
+    `EnvironmentNotFound`, `NotFound`."""
     for name, what in (
         ("cpu_class", "CPU classes are"),
         ("gpus", "access to GPUs is"),
@@ -40,8 +42,14 @@ def backend_for(spec: SandboxSpec, backends: Mapping[str, Backend]) -> Backend:
             field="backend",
         )
     _check(spec)
+    if isinstance(backend, EnvironmentHost):
+        spec = backend.resolve(spec, project)
+    elif spec.layers:
+        raise Unsupported("this backend has no layers", remedy="Leave layers out.", field="layers")
+    if not spec.user or not spec.workdir:
+        spec = replace(spec, user=spec.user or "root", workdir=spec.workdir or "/")
     backend.check(spec)
-    return backend
+    return backend, spec
 
 
 def differing_fields(one: SandboxSpec, other: SandboxSpec) -> list[str]:
@@ -63,7 +71,7 @@ def _check(spec: SandboxSpec) -> None:
         raise InvalidRequest(f"the spec is not valid: {error}") from None
     if spec.name is not None and _CONTROL.search(spec.name):
         raise InvalidRequest("name cannot hold control characters", field="name")
-    if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+    if spec.workdir and (not spec.workdir.startswith("/") or "\0" in spec.workdir):
         raise InvalidRequest("workdir is not an absolute path", field="workdir")
     if _CONTROL.search(spec.user):
         raise InvalidRequest("user cannot hold control characters", field="user")
@@ -73,7 +81,7 @@ def _check(spec: SandboxSpec) -> None:
         if sum(len(name) + len(value) for name, value in spec.env.items()) > MAX_ENV_BYTES:
             raise InvalidRequest(f"env is larger than {MAX_ENV_BYTES >> 10} KiB", field="env")
     if spec.tripwires:
-        resolve(spec.tripwires)
+        tripwires.resolve(spec.tripwires)
     if spec.labels and (
         len(spec.labels) > MAX_LABELS
         or any(len(name) + len(value) > MAX_LABEL_BYTES for name, value in spec.labels.items())

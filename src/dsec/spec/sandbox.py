@@ -59,9 +59,14 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     itself."""
     command_timeout_s: Seconds | None = 3600.0
     """Default wall time of one command, then it is ended whole (`command_timeout`)."""
+    layers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=400)] = []
+    """Layers above the environment's, by name or digest, top first. In answers: all layers, as digests."""
     env: dict[str, str] = {}
-    user: Annotated[str, Meta(min_length=1, max_length=100)] = "root"
-    workdir: str = "/"
+    """Laid over the environment's."""
+    user: Annotated[str, Meta(max_length=100)] = ""
+    """Empty: the environment's, else root."""
+    workdir: str = ""
+    """Empty: the environment's, else `/`."""
     hostname: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
     no_new_privs: bool = False
     labels: dict[str, str] = {}

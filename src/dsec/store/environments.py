@@ -1,31 +1,38 @@
 """Environments: a name, an ordered list of layers (top first), and the defaults of the sandboxes that are made of it.
 
-On disk: `store/environments/<name, percent-encoded>.json`, replaced atomically. Below the layers of every environment
-lies the generated `runtime` layer, which has the mount points that a sandbox needs whatever the image lacks; so any
-tree is an environment.
+Environments and layers have names, as `store.names` says; a layer's is `NAME@VERSION`, and stays what it is. Below the
+layers of every environment lies the generated `runtime` layer, which has the mount points that a sandbox needs whatever
+the image lacks; so any tree is an environment, and `scratch` is the one without any.
+
+What layers say about commands (`ImageConfig`) is merged so: variables from the bottom up, one above replaces one of the
+same name below; user, working directory and entrypoint are those of the topmost layer that sets them. An environment's
+own settings come over that, a sandbox's own over both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from dsec.errors import EnvironmentNotFound, InvalidRequest
-from dsec.spec.sandbox import NAME_PATTERN
+from dsec.errors import Conflict, EnvironmentNotFound, InvalidRequest, NotFound
+from dsec.spec.sandbox import NAME_PATTERN, SandboxSpec
+from dsec.store.format import ImageConfig, is_layer
 from dsec.store.layers import Entry, LayerStore
+from dsec.store.names import Names
 
 _NAME = re.compile(NAME_PATTERN)
+_LAYER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}")
 DEFAULT = "debian"
+SCRATCH = "scratch"
+MAX_LAYERS = 400
+"""Of one sandbox; the kernel stacks 500."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -39,8 +46,24 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Variables under the sandbox's own."""
     user: str = "root"
     workdir: str = "/"
+    entrypoint: list[str] = []
     description: str = ""
     created_at: float = 0.0
+    project: str = ""
+    """Whose it is; empty: the node's own."""
+    readers: list[str] = []
+    """Other projects that may list, read and start it; `*`: all."""
+
+
+class LayerName(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A layer's name."""
+
+    name: str
+    """`NAME@VERSION`."""
+    layer: str
+    created_at: float = 0.0
+    project: str = ""
+    readers: list[str] = []
 
 
 RUNTIME = {
@@ -66,25 +89,16 @@ RUNTIME = {
 
 
 class EnvironmentStore:
-    """The environments below a state directory."""
+    """The environments, and the names of layers, below a state directory."""
 
     def __init__(self, state_dir: Path, layers: LayerStore | None = None) -> None:
         self.layers = layers or LayerStore(state_dir)
-        self._root = state_dir / "store" / "environments"
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._environments = Names(state_dir / "store" / "environments", Environment)
+        self._layer_names = Names(state_dir / "store" / "names", LayerName)
         self._lock = threading.Lock()
         self._building = threading.Lock()
         self._runtime: str | None = None
-        self._known = {env.name: env for env in self._load()}
-
-    def _load(self) -> list[Environment]:
-        return [msgspec.json.decode(path.read_bytes(), type=Environment) for path in sorted(self._root.glob("*.json"))]
-
-    def _path(self, name: str) -> Path:
-        encoded = quote(name, safe="@:+")
-        if len(encoded) > 200:
-            encoded = f"{encoded[:100]}%{hashlib.sha256(name.encode()).hexdigest()}"
-        return self._root / f"{encoded}.json"
+        self._configs: dict[str, ImageConfig] = {}
 
     def runtime(self) -> str:
         """The digest of the runtime layer, made on first use."""
@@ -93,76 +107,152 @@ class EnvironmentStore:
                 self._runtime = self.layers.add_tree(RUNTIME, "runtime", "mount points").digest
             return self._runtime
 
+    # --- environments ---
+
     def put(
         self,
         name: str,
-        layers: tuple[str, ...],
+        layers: Sequence[str],
         *,
         env: dict[str, str] | None = None,
-        user: str = "root",
-        workdir: str = "/",
+        user: str | None = None,
+        workdir: str | None = None,
         description: str = "",
+        project: str = "",
+        readers: Sequence[str] = (),
     ) -> Environment:
-        """Make or replace an environment of layers that exist, top first. The runtime layer is added below them.
+        """Make or replace an environment of layers that are here (digests, top first). The runtime layer is added below
+        them. `env` is laid over what the layers say; `user` and `workdir` take its place (None: what they say).
 
-        Raises `InvalidRequest` for a bad name, `NotFound` for a layer that doesn't exist.
+        Raises `InvalidRequest` for a bad name or too many layers, `NotFound` for a layer that doesn't exist.
         """
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or name == SCRATCH:
             raise InvalidRequest(f"not a name for an environment: {name!r}", remedy=f"It has to match {NAME_PATTERN}.")
-        for digest in layers:
-            self.layers.files(digest)
         runtime = self.runtime()
+        digests = [digest for digest in layers if digest != runtime]
+        config = self._checked(digests)
         environment = Environment(
             name=name,
-            layers=(*(digest for digest in layers if digest != runtime), runtime),
-            env=env or {},
-            user=user,
-            workdir=workdir,
+            layers=(*digests, runtime),
+            env=config.env | (env or {}),
+            user=user or config.user or "root",
+            workdir=workdir or config.workdir or "/",
+            entrypoint=config.entrypoint or [],
             description=description,
             created_at=time.time(),
+            project=project,
+            readers=list(readers),
         )
-        with self._lock:
-            path = self._path(name)
-            fresh = path.with_suffix(".new")
-            with open(fresh, "wb") as file:
-                file.write(msgspec.json.encode(environment))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
-            self._known[name] = environment
+        self._environments.put(environment)
         return environment
 
-    def get(self, name: str) -> Environment:
-        """No I/O for a name that is known; an unknown one may have been made by another process since, so the disk is
-        looked at. Raises `EnvironmentNotFound`."""
-        known = self._known.get(name) or self._look_again(name)
+    def get(self, name: str, project: str | None = None) -> Environment:
+        """What `project` means by the name (None: the node's own view). Raises `EnvironmentNotFound`, also for what it
+        may not read."""
+        if name == SCRATCH:
+            return Environment(name=SCRATCH, layers=(self.runtime(),))
+        known = self._environments.find(name, project)
         if known is None:
-            names = ", ".join(sorted(self._known)) or "none yet"
+            names = ", ".join(sorted(env.name for env in self.list(project))) or "none yet"
             raise EnvironmentNotFound(
                 f"there is no environment {name!r}", remedy=f"Known here: {names[:300]}.", environment=name
             )
         return known
 
-    def _look_again(self, name: str) -> Environment | None:
-        try:
-            found = msgspec.json.decode(self._path(name).read_bytes(), type=Environment)
-        except (FileNotFoundError, ValueError):
-            return None
-        return self._known.setdefault(name, found)
+    def list(self, project: str | None = None) -> list[Environment]:
+        """What a project may read, by name (None: all)."""
+        return self._environments.list(project)
 
-    def list(self) -> list[Environment]:
-        return sorted(self._known.values(), key=lambda env: env.name)
+    def remove(self, name: str, project: str = "") -> bool:
+        """Forget a project's environment; its layers stay. False where it has none of the name."""
+        return self._environments.remove(name, project)
 
-    def remove(self, name: str) -> None:
-        """Forget an environment; its layers stay. Idempotent."""
-        with self._lock:
-            self._known.pop(name, None)
-            self._path(name).unlink(missing_ok=True)
+    def resolve(self, spec: SandboxSpec, project: str | None) -> SandboxSpec:
+        """The spec with everything said: `layers` are the digests of all of them, top first, `env`, `user` and
+        `workdir` what will be used.
+
+        Raises `EnvironmentNotFound`, `NotFound` for a layer that the project may not use, `InvalidRequest`.
+        """
+        environment = self.get(spec.environment, project)
+        env, user, workdir = environment.env, environment.user, environment.workdir
+        own = [self.find_layer(each, project) for each in spec.layers]
+        if own:
+            config = self._checked(own)
+            env = env | config.env
+            user, workdir = config.user or user, config.workdir or workdir
+        user = spec.user or user
+        if user not in ("root", "0") and env.get("HOME") == "/root":  # root's own: the guest knows the user's
+            env = {name: value for name, value in env.items() if name != "HOME"}
+        layers = list(dict.fromkeys((*own, *environment.layers)))
+        if len(layers) > MAX_LAYERS:
+            raise InvalidRequest(f"{len(layers)} layers; {MAX_LAYERS} is the limit", field="layers")
+        return replace(spec, layers=layers, env=env | spec.env, user=user, workdir=spec.workdir or workdir)
+
+    def _checked(self, layers: Sequence[str]) -> ImageConfig:
+        """The merged configuration of layers that have to be here."""
+        if len(layers) > MAX_LAYERS:
+            raise InvalidRequest(f"{len(layers)} layers; {MAX_LAYERS} is the limit", field="layers")
+        return merged_config([self._config(digest) for digest in layers])
+
+    def _config(self, layer: str) -> ImageConfig:
+        known = self._configs.get(layer)
+        if known is None:
+            self.layers.files(layer)
+            known = ImageConfig()
+            with contextlib.suppress(NotFound):  # a layer of the first version says nothing
+                known = self.layers.manifest(layer).config
+            self._configs[layer] = known
+        return known
+
+    # --- layers ---
+
+    def name_layer(self, name: str, layer: str, *, project: str = "", readers: Sequence[str] = ()) -> LayerName:
+        """Give a layer that is here a name. Raises `InvalidRequest` for a bad one, `NotFound`, `Conflict` where the
+        name is another layer's already."""
+        if not _LAYER_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"not a name for a layer: {name[:200]!r}",
+                remedy="Like tools@1.0: a name, `@`, a version.",
+                field="name",
+            )
+        self.layers.files(layer)
+        known = self._layer_names.find(name, project)
+        if known is not None and known.project == project and known.layer != layer:
+            raise Conflict(
+                f"{name} is the layer {known.layer[:12]} already", remedy="Use another version, or remove that name."
+            )
+        made = LayerName(name=name, layer=layer, created_at=time.time(), project=project, readers=list(readers))
+        self._layer_names.put(made)
+        return made
+
+    def find_layer(self, reference: str, project: str | None) -> str:
+        """The digest of a layer by its name or digest. Raises `NotFound`, also for what the project may not use: a
+        digest is its to use where some name that it may read stands for it."""
+        named = self._layer_names.find(reference, project)
+        if named is not None:
+            return named.layer
+        if is_layer(reference) and (project is None or reference in self.visible_layers(project)):
+            return reference
+        raise NotFound(f"there is no layer {reference[:200]!r}", remedy="`dsec layer ls` lists them.", field="layers")
+
+    def layer_names(self, project: str | None) -> Sequence[LayerName]:
+        """The names that a project may read."""
+        return self._layer_names.list(project)
+
+    def remove_layer_name(self, name: str, project: str = "") -> bool:
+        """Forget a project's name of a layer. False where it has none."""
+        return self._layer_names.remove(name, project)
+
+    def visible_layers(self, project: str | None) -> set[str]:
+        """Every layer that some name stands for which a project may read."""
+        found = {named.layer for named in self.layer_names(project)}
+        return found.union(*(environment.layers for environment in self.list(project)))
 
     def unused_layers(self) -> set[str]:
-        """Layers that no environment names: the caller knows whether sandboxes still run on them."""
-        used = {digest for environment in self._known.values() for digest in environment.layers}
-        return {meta.digest for meta in self.layers.all()} - used
+        """Layers that no name stands for: the caller knows whether sandboxes still run on them."""
+        return {meta.digest for meta in self.layers.all()} - self.visible_layers(None) - {self.runtime()}
+
+    # --- the default ---
 
     def ensure_default(self, build: Callable[[LayerStore], str]) -> Environment:
         """The environment `debian`, built by `build` (which returns a layer's digest) where it is missing."""
@@ -172,6 +262,19 @@ class EnvironmentStore:
             return self.put(
                 DEFAULT,
                 (build(self.layers),),
-                env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"},
+                env={"PATH": PATH, "LANG": "C.UTF-8"},
                 description="Debian with Python 3, pip, git and bash",
             )
+
+
+def merged_config(configs: Iterable[ImageConfig]) -> ImageConfig:
+    """What layers say together; the topmost comes first."""
+    env: dict[str, str] = {}
+    user = workdir = None
+    entrypoint = cmd = None
+    for config in reversed(list(configs)):
+        env |= config.env
+        user, workdir = config.user or user, config.workdir or workdir
+        if config.entrypoint or config.cmd:
+            entrypoint, cmd = config.entrypoint, config.cmd
+    return ImageConfig(env=env, user=user, workdir=workdir, entrypoint=entrypoint, cmd=cmd)

@@ -41,7 +41,7 @@ class E2b:
         self,
         edge: EdgeClient,
         *,
-        environments: Callable[[], Sequence[EnvironmentInfo]] = tuple,
+        environments: Callable[[str], Sequence[EnvironmentInfo]] = lambda project: (),
         config: E2bConfig | None = None,
     ) -> None:
         self._edge = edge

@@ -56,7 +56,7 @@ class Control:
     def __init__(
         self,
         edge: EdgeClient,
-        environments: Callable[[], Sequence[EnvironmentInfo]],
+        environments: Callable[[str], Sequence[EnvironmentInfo]],
         config: E2bConfig,
         signatures: Signatures,
     ) -> None:
@@ -185,7 +185,7 @@ class Control:
     async def template_alias(self, call: Call, name: str) -> None:
         """GET /templates/aliases/{name}"""
         environment = self._config.environment(name)
-        if all(known.name != environment for known in self._environments()):
+        if all(known.name != environment for known in self._environments(call.x.project())):
             raise NotFound(f"there is no template {name[:200]!r}")
         await call.x.answer(200, models.TemplateAlias(environment))
 

@@ -198,7 +198,10 @@ class ContainerBackend:
             self._need_network()
         if not spec.workdir.startswith("/") or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
-        self.host.environments.get(spec.environment)
+
+    def resolve(self, spec: SandboxSpec, project: str) -> SandboxSpec:
+        """As `ports.EnvironmentHost`."""
+        return self.host.environments.resolve(spec, project)
 
     def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
         cpus = self._cpus[sandbox_id] = self.host.picker.pick(spec.cpus)
@@ -223,9 +226,8 @@ class ContainerBackend:
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
         host, zygote = self.host, await self._serving()
         begun = self._clock.monotonic()
-        environment = host.environments.get(spec.environment)
         id_base = handle["id_base"]
-        lowers = tuple(str(host.layers.path(digest, id_base)) for digest in environment.layers)
+        lowers = tuple(str(host.layers.path(digest, id_base)) for digest in spec.layers)
         host.volume.check_space()
         slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, id_base)
         upper, work = host.volume.make(sandbox_id, spec.disk_bytes, id_base)

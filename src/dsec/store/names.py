@@ -1,0 +1,114 @@
+"""Names that belong to projects: of environments and of layers. A file each, replaced atomically.
+
+A name of the project `""` is the node's own, and everybody's to read. Any other is its project's; others see it only
+where it names them (or `*`) among its readers, and what they may not see doesn't exist for them. A project's own name
+comes before one that it reads.
+
+On disk: `NAME.json` (percent-encoded) for the node's own, `=PROJECT/NAME.json` for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+EVERYBODY = "*"
+
+
+class Named(Protocol):
+    """What can be kept under a name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def project(self) -> str: ...
+    @property
+    def readers(self) -> list[str]: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def may_read(item: Named, project: str | None) -> bool:
+    """`project` None: the node itself, which may read everything."""
+    return project is None or item.project in ("", project) or project in item.readers or EVERYBODY in item.readers
+
+
+class Names(Generic[N]):
+    """The names of one kind."""
+
+    def __init__(self, root: Path, kind: type[N]) -> None:
+        self._root = root
+        self._kind = kind
+        self._lock = threading.Lock()
+        root.mkdir(parents=True, exist_ok=True)
+        self._known: dict[tuple[str, str], N] = {}
+        for path in sorted([*root.glob("*.json"), *root.glob("=*/*.json")]):
+            item = msgspec.json.decode(path.read_bytes(), type=kind)
+            self._known[item.project, item.name] = item
+
+    def put(self, item: N) -> None:
+        """Make or replace it; durable on return."""
+        with self._lock:
+            path = self._path(item.project, item.name)
+            path.parent.mkdir(exist_ok=True)
+            fresh = path.with_suffix(".new")
+            with open(fresh, "wb") as file:
+                file.write(msgspec.json.encode(item))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+            self._known[item.project, item.name] = item
+
+    def find(self, name: str, project: str | None) -> N | None:
+        """What `project` means by a name. No I/O for one that is known; an unknown one may have been made by another
+        process since, so the disk is looked at."""
+        own = () if project is None else (project,)
+        for owner in (*own, ""):
+            found = self._known.get((owner, name)) or self._look_again(owner, name)
+            if found is not None:
+                return found
+        # Another's, the first by the owner's name: so that the answer doesn't depend on the order in which they came.
+        others = [item for (_, known), item in sorted(self._known.items()) if known == name and may_read(item, project)]
+        return others[0] if others else None
+
+    def list(self, project: str | None) -> list[N]:
+        """What a project may read, by name."""
+        return sorted(
+            (item for item in list(self._known.values()) if may_read(item, project)),
+            key=lambda item: (item.name, item.project),
+        )
+
+    def remove(self, name: str, project: str) -> bool:
+        """Forget a project's own. False where there was none."""
+        with self._lock:
+            found = self._known.pop((project, name), None)
+            with contextlib.suppress(FileNotFoundError):
+                self._path(project, name).unlink()
+                return True
+            return found is not None
+
+    def _look_again(self, project: str, name: str) -> N | None:
+        try:
+            found = msgspec.json.decode(self._path(project, name).read_bytes(), type=self._kind)
+        except (FileNotFoundError, ValueError):
+            return None
+        return self._known.setdefault((project, name), found)
+
+    def _path(self, project: str, name: str) -> Path:
+        top = self._root / f"={_encoded(project)}" if project else self._root
+        return top / f"{_encoded(name)}.json"
+
+
+def _encoded(name: str) -> str:
+    encoded = quote(name, safe="@:+")
+    if len(encoded) > 200:
+        return f"{encoded[:100]}%{hashlib.sha256(name.encode()).hexdigest()}"
+    return encoded
