@@ -17,6 +17,7 @@ from dsec.api import batch, control, exec, files, openapi, seeing, sessions, str
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
+from dsec.api.layers import Layers
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
 from dsec.api.swerex import Swerex
@@ -24,6 +25,7 @@ from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
+from dsec.store.service import LayerService
 
 _SANDBOXES = "/v1/sandboxes/"
 _log = logging.getLogger("dsec.api")
@@ -39,10 +41,12 @@ class Api:
         environments: Callable[[str], Sequence[EnvironmentInfo]] = lambda project: (),
         version: str = "0",
         e2b: E2bConfig | None = None,
+        layers: LayerService | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
         self._control: Litestar = control.build(edge, environments, version, domain)
+        self._layers = Layers(layers) if layers is not None else None
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -105,7 +109,7 @@ class Api:
                 SANDBOX_ID.set(sandbox_id)
                 if rest and await self._sandbox(sandbox_id, rest, x):
                     return
-            elif await self._batch(raw, x):
+            elif await self._batch(raw, x) or (self._layers is not None and await self._layer(self._layers, raw, x)):
                 return
         elif self._e2b.claims(raw):
             await self._e2b(x, raw)
@@ -197,6 +201,24 @@ class Api:
             await _COMMANDS[verb](edge, sandbox_id, key, x)
         else:
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+
+    @staticmethod
+    async def _layer(layers: Layers, raw: str, x: Exchange) -> bool:
+        verbs = {"import": layers.load, "upload": layers.upload, "merge": layers.merge, "gc": layers.collect}
+        _, _, kind, *rest = raw.split("/")
+        if kind == "layers" and not rest:
+            await layers.layers(x)
+        elif kind == "layers" and len(rest) <= 2:
+            await layers.one(x, unquote(rest[0]), rest[1] if len(rest) == 2 else "")
+        elif kind.startswith("layers:") and kind[7:] in verbs and not rest:
+            await verbs[kind[7:]](x)
+        elif kind == "environments" and len(rest) == 1:
+            await layers.environment(x, unquote(rest[0]))
+        elif kind == "environments" and not rest and x.scope["method"] == "POST":
+            await layers.create_environment(x)
+        else:
+            return False
+        return True
 
     async def _batch(self, raw: str, x: Exchange) -> bool:
         if raw == "/v1/sandboxes:batch":

@@ -107,6 +107,11 @@ class EnvironmentStore:
                 self._runtime = self.layers.add_tree(RUNTIME, "runtime", "mount points").digest
             return self._runtime
 
+    def refresh(self) -> None:
+        """See what other processes have made or removed since. Blocks."""
+        self._environments.refresh()
+        self._layer_names.refresh()
+
     # --- environments ---
 
     def put(

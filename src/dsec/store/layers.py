@@ -221,21 +221,24 @@ class LayerStore:
         at: str = "/",
         owner: tuple[int, int] | None = None,
         xattrs: bool = True,
+        id_base: int = 0,
+        config: ImageConfig | None = None,
         hot: list[str] | None = None,
     ) -> LayerMeta:
-        """Make a layer of a directory, placed at the path `at`. `owner`: make everything that user's and group's.
+        """Make a layer of a directory, placed at the path `at`, or of an overlay's upper directory, whose whiteouts and
+        opaque marks are kept and whose ids are `id_base` too high. `owner`: make everything that user's and group's.
         Blocks while it packs.
 
         Raises ValueError for a bad `at`, `InvalidRequest` for what a layer can't hold, OSError where the disk is full.
         """
         parts = _parts(at) if at.strip("/") else []
         with self.making() as maker:
-            node = DirectoryReader(maker.data, owner=owner, xattrs=xattrs).read(tree)
+            node = DirectoryReader(maker.data, owner=owner, xattrs=xattrs, id_base=id_base).read(tree)
             for part in reversed(parts):
                 top = directory()
                 top.children[part] = node
                 node = top
-            return maker.finish(node, kind, description, hot=hot)
+            return maker.finish(node, kind, description, config=config, hot=hot)
 
     def add_tree(self, tree: Tree, kind: Kind, description: str = "") -> LayerMeta:
         """Make a layer of generated files. Missing parents are made (0755). Raises ValueError for a bad name."""

@@ -50,9 +50,17 @@ class Names(Generic[N]):
         self._lock = threading.Lock()
         root.mkdir(parents=True, exist_ok=True)
         self._known: dict[tuple[str, str], N] = {}
-        for path in sorted([*root.glob("*.json"), *root.glob("=*/*.json")]):
-            item = msgspec.json.decode(path.read_bytes(), type=kind)
-            self._known[item.project, item.name] = item
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read all of them again: another process may have made or removed some. Blocks."""
+        found = {}
+        for path in sorted([*self._root.glob("*.json"), *self._root.glob("=*/*.json")]):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                item = msgspec.json.decode(path.read_bytes(), type=self._kind)
+                found[item.project, item.name] = item
+        with self._lock:
+            self._known = found
 
     def put(self, item: N) -> None:
         """Make or replace it; durable on return."""

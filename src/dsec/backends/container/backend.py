@@ -196,8 +196,10 @@ class ContainerBackend:
                 raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
         if spec.network:
             self._need_network()
-        if not spec.workdir.startswith("/") or "\0" in spec.workdir:
+        if (spec.workdir and not spec.workdir.startswith("/")) or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
+        if not spec.layers:
+            self.host.environments.get(spec.environment)
 
     def resolve(self, spec: SandboxSpec, project: str) -> SandboxSpec:
         """As `ports.EnvironmentHost`."""
@@ -226,8 +228,9 @@ class ContainerBackend:
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
         host, zygote = self.host, await self._serving()
         begun = self._clock.monotonic()
+        layers = spec.layers or host.environments.get(spec.environment).layers
         id_base = handle["id_base"]
-        lowers = tuple(str(host.layers.path(digest, id_base)) for digest in spec.layers)
+        lowers = tuple(str(host.layers.path(digest, id_base)) for digest in layers)
         host.volume.check_space()
         slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, id_base)
         upper, work = host.volume.make(sandbox_id, spec.disk_bytes, id_base)

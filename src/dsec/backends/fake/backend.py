@@ -147,7 +147,7 @@ class FakeBackend:
             raise Unsupported("CPU classes and GPUs are not built yet", remedy="Leave the field out.")
         if spec.environment not in self.host.environments:
             raise EnvironmentNotFound(f"there is no environment {spec.environment}")
-        if not spec.workdir.startswith("/"):
+        if spec.workdir and not spec.workdir.startswith("/"):
             raise InvalidRequest("workdir is an absolute path")
 
     def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:

@@ -1,0 +1,360 @@
+"""What callers may do with layers and environments, project by project: the whole of issue "layers" behind one class.
+
+Everything that makes layers holds a share of one lock, and collecting garbage holds it alone, so that nothing that is
+being made is taken for garbage. Work that blocks runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, TooLarge, Unavailable
+from dsec.store.archive import read_layer
+from dsec.store.environments import Environment, EnvironmentStore
+from dsec.store.format import ImageConfig, Kind, check_chunk
+from dsec.store.image import ImageSource, Platform
+from dsec.store.importer import Imported, Importer
+from dsec.store.layers import LayerMeta
+from dsec.store.merge import export_layer, merge_layers
+from dsec.store.oci import LocalSource
+from dsec.store.registry import RegistrySource, docker_credentials, parse_reference
+from dsec.store.shared import Progress, SharedLayers, quiet
+from dsec.store.tree import Node, directory
+
+GRACE_S = 3600.0
+"""Layers younger than this are never garbage: other processes on this node make some without this lock."""
+_SPOOL_FREE = 1 << 30
+
+
+class LayerInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A layer, as its readers see it."""
+
+    digest: str
+    names: list[str] = []
+    environments: list[str] = []
+    """That have it."""
+    kind: str = ""
+    description: str = ""
+    size_bytes: int = 0
+    created_at: float = 0.0
+    files: int = 0
+    file_bytes: int = 0
+    metadata_bytes: int = 0
+    chunks: int = 0
+    config: ImageConfig | None = None
+    source: dict[str, str] = {}
+    unique_bytes: int | None = None
+    """Of its chunks, what no other layer that the caller may read has."""
+
+
+class LayerService:
+    """Layers and environments of one node."""
+
+    def __init__(
+        self,
+        environments: EnvironmentStore,
+        *,
+        shared: SharedLayers | None = None,
+        used: Callable[[], set[str] | None] = set,
+        release: Callable[[str], None] = lambda layer: None,
+        registry: str | None = None,
+    ) -> None:
+        """`used`: the layers that sandboxes stand on; None: unknown. `release`: unmounts a layer before its files go.
+        `registry`: of images that don't name one."""
+        self.environments = environments
+        self.layers = environments.layers
+        self.shared = shared
+        self._used = used
+        self._release = release
+        self._registry = registry
+        self._makers = 0
+        self._collecting = False
+        self._changed = asyncio.Condition()
+
+    # --- making ---
+
+    @asynccontextmanager
+    async def _making(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._collecting)
+            self._makers += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._makers -= 1
+                self._changed.notify_all()
+
+    async def import_registry(
+        self,
+        image: str,
+        platform: Platform,
+        then: Callable[[Imported], None],
+        progress: Progress = quiet,
+        *,
+        credentials: str | None = None,
+    ) -> Imported:
+        """Import an image of a registry; `then` gives the layers a name. Raises as `Importer.run`, and `InvalidRequest`
+        for a bad reference."""
+        reference = parse_reference(image, self._registry)
+        credentials = credentials or docker_credentials(reference.url.split("//")[1])
+        return await self._import(RegistrySource(reference, credentials), platform, then, progress)
+
+    async def import_archive(
+        self,
+        path: Path,
+        platform: Platform,
+        then: Callable[[Imported], None],
+        progress: Progress = quiet,
+        *,
+        tag: str | None = None,
+    ) -> Imported:
+        """Import an image from an archive on this node's disk; `then` gives the layers a name. Raises as
+        `Importer.run`."""
+        with self.layers.scratch() as scratch:
+            source = await asyncio.to_thread(LocalSource, path, Path(scratch), tag)
+            return await self._import(source, platform, then, progress)
+
+    async def _import(
+        self, source: ImageSource, platform: Platform, then: Callable[[Imported], None], progress: Progress
+    ) -> Imported:
+        try:
+            async with self._making():
+                found = await Importer(self.layers).run(source, platform, "base", progress)
+                await self._share(found.layers, progress)
+                await asyncio.to_thread(then, found)
+                return found
+        finally:
+            await source.close()
+
+    async def build_archive(
+        self,
+        path: Path,
+        kind: Kind,
+        then: Callable[[LayerMeta], None],
+        progress: Progress = quiet,
+        *,
+        at: str = "/",
+        description: str = "",
+    ) -> LayerMeta:
+        """A layer of the tree in a plain tar archive, placed at the path `at`; `then` gives it a name. Raises
+        `InvalidRequest`, `Unsupported`, `TooLarge`."""
+        parts = [part for part in os.fsencode(at).split(b"/") if part]
+        if b".." in parts or b"." in parts:
+            raise InvalidRequest(f"not a path in a layer: {at!r}", field="at")
+
+        def build() -> LayerMeta:
+            with self.layers.making() as maker, open(path, "rb") as file:
+                node: Node = read_layer(file.read, maker.data)
+                for part in reversed(parts):
+                    top = directory()
+                    top.children[part] = node
+                    node = top
+                return maker.finish(node, kind, description)
+
+        async with self._making():
+            progress("building")
+            meta = await asyncio.to_thread(build)
+            await self._share([meta.digest], progress)
+            await asyncio.to_thread(then, meta)
+            return meta
+
+    async def merge(
+        self,
+        project: str,
+        references: Sequence[str],
+        kind: Kind,
+        then: Callable[[LayerMeta], None],
+        progress: Progress = quiet,
+    ) -> LayerMeta:
+        """One layer of several (top first); `then` gives it a name. Raises `NotFound`, `InvalidRequest`."""
+        layers = [self.environments.find_layer(each, project) for each in references]
+        async with self._making():
+            progress("merging")
+            meta = await asyncio.to_thread(merge_layers, self.layers, layers, kind)
+            await self._share([meta.digest], progress)
+            await asyncio.to_thread(then, meta)
+            return meta
+
+    async def spool(self, chunks: AsyncIterator[bytes], into: Path, progress: Progress = quiet) -> int:
+        """Write what comes to a file. Returns its size. Raises `TooLarge` where the disk has no room."""
+        size = 0
+        with open(into, "xb") as file:  # noqa: ASYNC230 (its I/O is the page cache's)
+            async for chunk in chunks:
+                file.write(chunk)
+                size += len(chunk)
+                if size >> 24 != (size - len(chunk)) >> 24:
+                    stat = os.statvfs(into.parent)
+                    if stat.f_bavail * stat.f_frsize < _SPOOL_FREE:
+                        raise TooLarge("the server's disk has no room for this archive")
+                    progress("receiving", size)
+        return size
+
+    async def _share(self, layers: Sequence[str], progress: Progress) -> None:
+        if self.shared is not None:
+            for layer in reversed(layers):
+                await self.shared.push(layer, progress)
+
+    async def create_environment(
+        self,
+        project: str,
+        name: str,
+        references: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        description: str = "",
+        readers: Sequence[str] = (),
+    ) -> Environment:
+        """Make or replace an environment of layers by name or digest, or of other environments' layers
+        (`env:NAME`), top first. Raises `NotFound`, `EnvironmentNotFound`, `InvalidRequest`."""
+        layers: list[str] = []
+        for each in references:
+            if each.startswith("env:"):
+                layers += self.environments.get(each.removeprefix("env:"), project).layers
+            else:
+                layers.append(self.environments.find_layer(each, project))
+        return await asyncio.to_thread(
+            self.environments.put,
+            name,
+            list(dict.fromkeys(layers)),
+            env=env,
+            user=user,
+            workdir=workdir,
+            description=description,
+            project=project,
+            readers=readers,
+        )
+
+    # --- looking ---
+
+    async def list(self, project: str) -> Sequence[LayerInfo]:
+        """The layers that a project may read."""
+        await asyncio.to_thread(self.environments.refresh)
+        found = []
+        for digest in sorted(self.environments.visible_layers(project)):
+            if self.layers.has(digest):
+                found.append(self._brief(digest, project))
+        return sorted(found, key=lambda info: info.created_at)
+
+    def _brief(self, digest: str, project: str) -> LayerInfo:
+        meta = self.layers.meta(digest)
+        return LayerInfo(
+            digest=digest,
+            names=[each.name for each in self.environments.layer_names(project) if each.layer == digest],
+            environments=[each.name for each in self.environments.list(project) if digest in each.layers],
+            kind=meta.kind,
+            description=meta.description,
+            size_bytes=meta.size_bytes,
+            created_at=meta.created_at,
+        )
+
+    async def inspect(self, project: str, reference: str) -> LayerInfo:
+        """Everything about a layer. Raises `NotFound`."""
+        digest = self.environments.find_layer(reference, project)
+        brief = self._brief(digest, project)
+        try:
+            manifest = await asyncio.to_thread(self.layers.manifest, digest)
+        except NotFound:
+            return brief  # of the first version
+
+        def unique() -> int:
+            own = {chunk.digest: chunk.size for chunk in manifest.chunk_list()}
+            for other in self.environments.visible_layers(project) - {digest}:
+                try:
+                    for chunk in self.layers.manifest(other).chunk_list():
+                        own.pop(chunk.digest, None)
+                except NotFound:
+                    continue
+            return sum(own.values())
+
+        return LayerInfo(
+            **{name: getattr(brief, name) for name in ("digest", "names", "environments", "kind", "description")},
+            size_bytes=brief.size_bytes,
+            created_at=brief.created_at,
+            files=manifest.files,
+            file_bytes=manifest.file_bytes,
+            metadata_bytes=manifest.metadata_bytes,
+            chunks=len(manifest.chunk_list()),
+            config=manifest.config,
+            source=manifest.source,
+            unique_bytes=await asyncio.to_thread(unique),
+        )
+
+    async def verify(self, project: str, reference: str, progress: Progress = quiet) -> str:
+        """Read all of a layer here, and in the store where there is one, and compare it with its digests. Returns the
+        layer's digest. Raises `NotFound`, `LayerCorrupt`."""
+        digest = self.environments.find_layer(reference, project)
+
+        def local() -> None:
+            manifest, files = self.layers.manifest(digest), self.layers.files(digest)
+            if hashlib.sha256(files.image.read_bytes()).hexdigest() != manifest.metadata:
+                raise LayerCorrupt(f"the metadata image of layer {digest} is damaged on this node")
+            if files.data is None:
+                return
+            with open(files.data, "rb", buffering=0) as file:
+                for chunk in manifest.chunk_list():
+                    check_chunk(os.pread(file.fileno(), chunk.size, chunk.offset), chunk)
+                    progress("verifying", chunk.offset + chunk.size, manifest.data_bytes)
+
+        await asyncio.to_thread(local)
+        if self.shared is not None and await self.shared.store.size(f"manifests/{digest}") is not None:
+            await self.shared.verify(digest, progress)
+        return digest
+
+    def export(self, project: str, reference: str) -> Iterator[bytes]:
+        """A layer as a tar archive; to be iterated in a thread. Raises `NotFound`."""
+        digest = self.environments.find_layer(reference, project)
+        self.layers.manifest(digest)
+        return export_layer(self.layers, digest)
+
+    # --- removing ---
+
+    async def collect(self, progress: Progress = quiet, *, least_age_s: float = GRACE_S) -> int:
+        """Delete this node's layers that no name stands for and no sandbox stands on, and those of the store that are
+        no other node's either. Returns the bytes that were freed.
+
+        Raises `Unavailable` where it isn't known what is in use.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._collecting)
+            self._collecting = True
+            try:
+                await self._changed.wait_for(lambda: not self._makers)
+            except BaseException:
+                self._collecting = False
+                self._changed.notify_all()
+                raise
+        try:
+            await asyncio.to_thread(self.environments.refresh)
+            used = self._used()
+            if used is None:
+                raise Unavailable("sandboxes run that are older than the last upgrade", remedy="End them first.")
+            young = time.time() - least_age_s
+            garbage = [
+                meta
+                for meta in await asyncio.to_thread(self.layers.all)
+                if meta.digest in self.environments.unused_layers() - used and meta.created_at <= young
+            ]
+            for meta in garbage:
+                progress(f"deleting {meta.digest[:12]}")
+                await asyncio.to_thread(self._release, meta.digest)
+                await asyncio.to_thread(self.layers.remove, meta.digest)
+            freed = sum(meta.size_bytes for meta in garbage)
+            if self.shared is not None:
+                roots = self.environments.visible_layers(None) | used
+                freed += await self.shared.collect(roots, least_age_s=least_age_s, now=time.time(), progress=progress)
+            return freed
+        finally:
+            async with self._changed:
+                self._collecting = False
+                self._changed.notify_all()
