@@ -90,9 +90,9 @@ if sys.platform == "linux":
     def debian_store() -> Path:
         """A `store` directory with the environment `debian`, built once for each version of the builder and kept
         between runs. A test links it into a state directory of its own (`debian_state`)."""
-        from dsec.store import build, environments, layers
+        from dsec.store import build, data, environments, erofs, layers
 
-        modules = (build, environments, layers)
+        modules = (build, data, environments, erofs, layers)
         version = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
         state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
         state.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ SDK = ROOT / "src" / "dsec" / "sdk"
 TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
+    "_sync_catalog": ("_catalog",),
     "_sync": ("_sandbox", "_client"),
 }
 """Generated module -> modules that it is made of."""
@@ -38,6 +39,7 @@ CLASSES = {
     "AsyncSession": "Session",
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
+    "AsyncCatalog": "Catalog",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
 }
@@ -47,7 +49,9 @@ tool."""
 from __future__ import annotations
 
 '''
-_NAMES = re.compile(r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Run|Client)\b")
+_NAMES = re.compile(
+    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Run|Client)\b"
+)
 
 
 def sync_names(text: str) -> str:

@@ -1,6 +1,7 @@
 """The composition: the only place that names concrete parts and reads the server's configuration.
 
-Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec). What
+Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
+`DSEC_STORE` (the store that nodes share; default none), `DSEC_REGISTRY` (of images that don't name one). What
 doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
 path, so that several servers fit on one host.
 """
@@ -13,7 +14,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -43,9 +44,14 @@ from dsec.kernel.host import Finding, probe_host
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
 from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
+from dsec.store.blobs import open_store
 from dsec.store.build import build_debian_layer
 from dsec.store.environments import DEFAULT, EnvironmentStore
+from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerMounts, LayerStore
+from dsec.store.leases import Leases
+from dsec.store.service import LayerService
+from dsec.store.shared import SharedLayers
 from dsec.store.views import Views
 from dsec.store.volume import Volume
 
@@ -60,6 +66,10 @@ class Config(Struct, frozen=True, kw_only=True):
 
     state: Path
     run: Path
+    store: str = ""
+    """URL of the store that nodes share, as `open_store` takes it; empty: none."""
+    registry: str = ""
+    """Of images that don't name one."""
 
     @property
     def instance(self) -> str:
@@ -70,7 +80,9 @@ class Config(Struct, frozen=True, kw_only=True):
 def read_config(state: Path | None = None) -> Config:
     """The configuration from arguments and environment."""
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
-    return Config(state=state, run=Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state))
+    run = Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state)
+    store, registry = os.environ.get("DSEC_STORE", ""), os.environ.get("DSEC_REGISTRY", "")
+    return Config(state=state, run=run, store=store, registry=registry)
 
 
 def read_e2b(config: Config) -> E2bConfig:
@@ -129,9 +141,15 @@ def _check_root() -> None:
 
 
 @asynccontextmanager
-async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, keep: bool = True) -> AsyncIterator[Edge]:
+async def open_edge(
+    config: Config,
+    *,
+    edge_config: EdgeConfig | None = None,
+    keep: bool = True,
+    on_host: Callable[[Host], None] = lambda host: None,
+) -> AsyncIterator[Edge]:
     """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
-    nothing of it is left.
+    nothing of it is left. `on_host` is told what it stands on.
 
     Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory,
     `InvalidRequest` where the operator's file about the network has a mistake.
@@ -143,6 +161,7 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
         network = read_network(config.state)
         gateways = await undo.enter_async_context(open_gateways(config.state))
         host = await asyncio.to_thread(open_host, config)
+        on_host(host)
         clock = SystemClock()
         edge = await Edge.open(
             {"container": ContainerBackend(host, clock)},
@@ -164,6 +183,28 @@ async def open_edge(config: Config, *, edge_config: EdgeConfig | None = None, ke
             await edge.close(keep=keep)
             if not keep:
                 _remove_empty(config.run)
+
+
+@asynccontextmanager
+async def open_layers(config: Config, edge: Edge, host: Host) -> AsyncIterator[LayerService]:
+    """The layers and environments of this node, and the store that it shares with others, where there is one. Raises
+    `InvalidRequest` for a bad `DSEC_STORE`, `Unavailable`."""
+    store = open_store(config.store) if config.store else None
+    shared = None
+    if store is not None:
+        index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
+        shared = SharedLayers(store, host.environments.layers, index, Leases(store, SystemClock(), config.instance))
+    try:
+        yield LayerService(
+            host.environments,
+            shared=shared,
+            used=edge.used_layers,
+            release=host.layers.unmount,
+            registry=config.registry or None,
+        )
+    finally:
+        if store is not None:
+            await store.close()
 
 
 def _remove_empty(top: Path) -> None:
@@ -209,14 +250,20 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     e2b = read_e2b(config)
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
-    async with open_edge(config, keep=keep) as edge:
-        environments.layers.clear_scratch()  # what builds that were killed left
+    hosts: list[Host] = []
+    async with (
+        open_edge(config, keep=keep, on_host=hosts.append) as edge,
+        open_layers(config, edge, hosts[0]) as layers,
+    ):
+        layers.layers.clear_scratch()  # what builds that were killed left
 
         def listed(project: str) -> list[EnvironmentInfo]:
-            found = open_environments(config).list(project)
+            layers.environments.refresh()
+            found = layers.environments.list(project)
             return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
-        server = ApiServer(Api(edge, environments=listed, version=installed_version(), e2b=e2b), host, port)
+        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers)
+        server = ApiServer(api, host, port)
         await server.start()
         try:
             await _write_client(config, edge, server.url)

@@ -260,9 +260,10 @@ def _form(text: str) -> str:
 
 def _kind(text: str) -> Kind:
     try:
-        return msgspec.convert(text, Kind)
+        kind: Kind = msgspec.convert(text, Kind)
     except msgspec.ValidationError:
         raise InvalidRequest(f"not a kind of layer: {text[:50]!r}", field="kind") from None
+    return kind
 
 
 _IMPORT = msgspec.json.Decoder(ImportRequest)

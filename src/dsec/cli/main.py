@@ -6,7 +6,20 @@ import sys
 
 import click
 
-from dsec.cli import audit, commands, complete, copy, forward, host, inside, network, sandboxes, session, terminal
+from dsec.cli import (
+    audit,
+    commands,
+    complete,
+    copy,
+    forward,
+    host,
+    inside,
+    layers,
+    network,
+    sandboxes,
+    session,
+    terminal,
+)
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
@@ -24,6 +37,7 @@ def cli() -> None:
 
 for _command in (
     *sandboxes.COMMANDS,
+    *layers.COMMANDS,
     *commands.COMMANDS,
     *terminal.COMMANDS,
     *inside.COMMANDS,

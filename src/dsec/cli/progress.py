@@ -74,3 +74,49 @@ class Progress:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()
             self._width = 0
+
+
+class Steps:
+    """The steps of long work on the server, on one line of stderr where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._step = ""
+        self._began = self._shown_at = 0.0
+        self._width = 0
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+
+    def show(self, step: str, done: int, total: int) -> None:
+        """`done` of `total` bytes; a total of 0 is unknown."""
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._began = step, now
+        elif not self._live or now - self._shown_at < _EVERY_S:
+            return
+        if self._live:
+            self._shown_at = now
+            text = line(step, done, total, now - self._began)
+            sys.stderr.write("\r" + text.ljust(self._width))
+            sys.stderr.flush()
+            self._width = max(self._width, len(text))
+
+
+def line(step: str, done: int, total: int, seconds: float) -> str:
+    """One step in words: bytes, rate, time left."""
+    if not done:
+        return step
+    rate = done / max(seconds, 1e-6)
+    text = f"{step}  {readable(done)}"
+    if total:
+        text += f" of {readable(total)}  {min(100, 100 * done // total)} %"
+    text += f"  {readable(int(rate))}/s"
+    if total > done:
+        text += f"  {age((total - done) / rate)} left"
+    return text

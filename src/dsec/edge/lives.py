@@ -87,6 +87,11 @@ class Lives:
         """Sandboxes whose removal failed at least once."""
         return sum(1 for sandbox in self.sandboxes.values() if sandbox.removal_failures)
 
+    def used_layers(self) -> set[str] | None:
+        """What live sandboxes stand on; None where the record of one is too old to say."""
+        specs = [sandbox.record.spec for sandbox in self.sandboxes.values()]
+        return {layer for spec in specs for layer in spec.layers} if all(spec.layers for spec in specs) else None
+
     # --- beginning ---
 
     def enter(self, record: Record, backend: Backend, token: str, deadline_s: float | None) -> asyncio.Future[Created]:

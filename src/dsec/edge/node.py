@@ -88,6 +88,7 @@ class Edge:
             tripwires=self._tripwires,
         )
         self._tripwires.serve(self._lives.sandboxes, self._lives.end)
+        self.used_layers = self._lives.used_layers
         self._naming = Naming(
             lives=self._lives,
             backends=self._backends,

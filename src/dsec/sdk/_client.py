@@ -10,6 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from dsec.errors import DsecError
+from dsec.sdk._catalog import AsyncCatalog
 from dsec.sdk._config import find_endpoint
 from dsec.sdk._many import run_many
 from dsec.sdk._results import CreateResult, RunResult
@@ -35,6 +36,8 @@ class AsyncClient:
 
     def __init__(self, url: str | None = None, api_key: str | None = None, *, retry_s: float = RETRY_S) -> None:
         self._transport = Transport(find_endpoint(url, api_key), retry_s=retry_s)
+        self.catalog: AsyncCatalog = AsyncCatalog(self._transport)
+        """Layers and environments."""
 
     @property
     def url(self) -> str:

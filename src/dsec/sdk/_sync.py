@@ -13,6 +13,7 @@ from dsec.sdk._client import AsyncClient, Keys, Layers
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._sync_catalog import Catalog
 from dsec.sdk._sync_inside import Commands, Files, Ports
 from dsec.sdk._sync_sessions import NetworkAccess, Sessions
 from dsec.sdk._transport import RETRY_S
@@ -292,6 +293,11 @@ class Client(Wrapper):
 
     def __init__(self, url: str | None = None, api_key: str | None = None, *, retry_s: float = RETRY_S) -> None:
         self._async = AsyncClient(url, api_key, retry_s=retry_s)
+
+    @property
+    def catalog(self) -> Catalog:
+        """Layers and environments."""
+        return Catalog(self._async.catalog)
 
     @property
     def url(self) -> str:

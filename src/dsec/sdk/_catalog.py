@@ -1,0 +1,204 @@
+"""Layers and environments: made, looked at, removed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from dsec.errors import ErrorBody, Unavailable, from_body
+from dsec.sdk._transport import Transport, cut_errors, decoded
+
+_JSON = {"Content-Type": "application/json"}
+_TAR = {"Content-Type": "application/x-tar"}
+_READ = 1 << 20
+
+OnStep = Callable[[str, int, int], None]
+"""Told about long work: what is being done, bytes done, bytes in all (0: unknown)."""
+Info = dict[str, Any]
+"""As the HTTP API answers; docs/ARCHITECTURE.md says what is in it."""
+
+
+class _Step(Struct, frozen=True):
+    step: str = ""
+    done: int = 0
+    total: int = 0
+    result: dict[str, Any] | None = None
+    error: ErrorBody | None = None
+
+
+class AsyncCatalog:
+    """The layers and environments that the project may read.
+
+    A layer is named `NAME@VERSION` or by its digest. Calls that take long tell `on_step` how far they are; they are not
+    repeated when the connection breaks (`Unavailable`): what was finished by then is found again quickly.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        """Not for callers: `client.catalog`."""
+        self._transport = transport
+
+    async def layers(self) -> list[Info]:
+        """All of them, oldest first."""
+        answer = await self._get("/v1/layers")
+        found: list[Info] = answer["layers"]
+        return found
+
+    async def layer(self, reference: str) -> Info:
+        """Everything about one. Raises `NotFound`."""
+        return await self._get(f"/v1/layers/{quote(reference, safe='')}")
+
+    async def environment(self, name: str) -> Info:
+        """`environment` and its `layers`, top first. Raises `EnvironmentNotFound`."""
+        return await self._get(f"/v1/environments/{quote(name, safe='')}")
+
+    async def create_environment(
+        self,
+        name: str,
+        layers: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        description: str = "",
+        readers: Sequence[str] = (),
+    ) -> Info:
+        """Make or replace an environment of layers, top first; `env:NAME` stands for all layers of an environment.
+        `readers`: projects that may use it too (`*`: all). Raises `NotFound`, `InvalidRequest`."""
+        body = {"name": name, "layers": list(layers), "env": dict(env or {}), "user": user, "workdir": workdir}
+        body |= {"description": description, "readers": list(readers)}
+        url = self._transport.url("/v1/environments")
+        return await self._transport.call("POST", url, Info, body=msgspec.json.encode(body), headers=_JSON)
+
+    async def remove_environment(self, name: str) -> None:
+        """Forget one; sandboxes of it go on. Raises `EnvironmentNotFound`."""
+        url = self._transport.url(f"/v1/environments/{quote(name, safe='')}")
+        await self._transport.call("DELETE", url, type(None))
+
+    async def remove_layer(self, name: str) -> None:
+        """Forget a layer's name; its data goes with `collect`, once nothing needs it. Raises `NotFound`."""
+        url = self._transport.url(f"/v1/layers/{quote(name, safe='')}")
+        await self._transport.call("DELETE", url, type(None))
+
+    async def import_image(
+        self,
+        image: str,
+        environment: str,
+        *,
+        platform: str | None = None,
+        credentials: str | None = None,
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make an environment of a registry's image, `HOST[:PORT]/NAME[:TAG][@DIGEST]`. `credentials`:
+        `user:password`. Raises `NotFound`, `InvalidRequest`, `Unsupported`, `TooLarge`, `LayerCorrupt`, `Unavailable`,
+        `PermissionDenied`."""
+        body: dict[str, Any] = {"image": image, "environment": environment, "readers": list(readers)}
+        body |= {"platform": platform, "credentials": credentials}
+        return await self._long("/v1/layers:import", msgspec.json.encode(body), _JSON, on_step)
+
+    async def import_archive(
+        self,
+        path: str | Path,
+        environment: str,
+        *,
+        tag: str | None = None,
+        platform: str | None = None,
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make an environment of an image in an archive of this machine's (`docker save`, an OCI layout). Raises as
+        `import_image`."""
+        arguments = {"form": "image", "name": environment, "tag": tag, "platform": platform}
+        return await self._upload(path, arguments, on_step)
+
+    async def build(
+        self,
+        path: str | Path,
+        name: str,
+        *,
+        at: str = "/",
+        kind: str = "workspace",
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make a layer of a plain tar archive of this machine's, placed at the path `at`. Raises `InvalidRequest`,
+        `Unsupported`, `TooLarge`, `Conflict`."""
+        return await self._upload(path, {"form": "tree", "name": name, "at": at, "kind": kind}, on_step)
+
+    async def merge(
+        self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None
+    ) -> Info:
+        """Make one layer of several, top first. Raises `NotFound`, `Conflict`."""
+        body = msgspec.json.encode({"layers": list(layers), "name": name, "kind": kind})
+        return await self._long("/v1/layers:merge", body, _JSON, on_step)
+
+    async def verify(self, reference: str, *, on_step: OnStep | None = None) -> Info:
+        """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""
+        return await self._long(f"/v1/layers/{quote(reference, safe='')}/verify", b"", _JSON, on_step)
+
+    async def collect(self, *, on_step: OnStep | None = None) -> int:
+        """Delete what nothing needs any more. Returns the bytes that were freed. Raises `Unavailable`."""
+        answer = await self._long("/v1/layers:gc", b"", _JSON, on_step)
+        freed: int = answer["freed_bytes"]
+        return freed
+
+    async def export(self, reference: str, path: str | Path, *, on_step: OnStep | None = None) -> int:
+        """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
+        `NotFound`."""
+        url = self._transport.url(f"/v1/layers/{quote(reference, safe='')}/export")
+        response = await self._transport.open("GET", url)
+        size = 0
+        try:
+            with open(path, "wb") as file:  # noqa: ASYNC230 (its I/O is the page cache's)
+                async for piece in response.content.iter_chunked(_READ):
+                    file.write(piece)
+                    size += len(piece)
+                    if on_step is not None:
+                        on_step("exporting", size, 0)
+        except cut_errors() as error:
+            raise Unavailable("the answer was cut", remedy="Try again.") from error
+        finally:
+            response.release()
+        return size
+
+    async def _get(self, path: str) -> Info:
+        return await self._transport.call("GET", self._transport.url(path), Info)
+
+    async def _upload(self, path: str | Path, arguments: Mapping[str, str | None], on_step: OnStep | None) -> Info:
+        total = await asyncio.to_thread(lambda: Path(path).stat().st_size)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            done = 0
+            with open(path, "rb") as file:  # noqa: ASYNC230
+                while piece := await asyncio.to_thread(file.read, _READ):
+                    yield piece
+                    done += len(piece)
+                    if on_step is not None:
+                        on_step("sending", done, total)
+
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return await self._long("/v1/layers:upload", chunks, _TAR, on_step, **given)
+
+    async def _long(
+        self, path: str, body: Any, headers: Mapping[str, str], on_step: OnStep | None, **arguments: str
+    ) -> Info:
+        url = self._transport.url(path, **arguments)
+        response = await self._transport.open("POST", url, body=body, headers=headers)
+        try:
+            async for line in response.content:
+                step = decoded(line, _Step)
+                if step.error is not None:
+                    raise from_body(step.error)
+                if step.result is not None:
+                    return step.result
+                if on_step is not None:
+                    on_step(step.step, step.done, step.total)
+        except cut_errors() as error:
+            raise Unavailable("the answer was cut", remedy="Try again: what was finished isn't done twice.") from error
+        finally:
+            response.release()
+        raise Unavailable("the answer was cut", remedy="Try again: what was finished isn't done twice.")

@@ -1,0 +1,121 @@
+"""The sync client. Generated from the async one by tools/generate_sync.py: change that one and run the
+tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dsec.sdk._catalog import AsyncCatalog, Info, OnStep
+from dsec.sdk._portal import Wrapper, call
+
+
+class Catalog(Wrapper):
+    """The layers and environments that the project may read.
+
+    A layer is named `NAME@VERSION` or by its digest. Calls that take long tell `on_step` how far they are; they are not
+    repeated when the connection breaks (`Unavailable`): what was finished by then is found again quickly.
+    """
+
+    _async: AsyncCatalog
+
+    def __init__(self, inner: AsyncCatalog) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def layers(self) -> list[Info]:
+        """All of them, oldest first."""
+        return call(self._async.layers())
+
+    def layer(self, reference: str) -> Info:
+        """Everything about one. Raises `NotFound`."""
+        return call(self._async.layer(reference))
+
+    def environment(self, name: str) -> Info:
+        """`environment` and its `layers`, top first. Raises `EnvironmentNotFound`."""
+        return call(self._async.environment(name))
+
+    def create_environment(
+        self,
+        name: str,
+        layers: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        description: str = "",
+        readers: Sequence[str] = (),
+    ) -> Info:
+        """Make or replace an environment of layers, top first; `env:NAME` stands for all layers of an environment.
+        `readers`: projects that may use it too (`*`: all). Raises `NotFound`, `InvalidRequest`."""
+        return call(
+            self._async.create_environment(
+                name, layers, env=env, user=user, workdir=workdir, description=description, readers=readers
+            )
+        )
+
+    def remove_environment(self, name: str) -> None:
+        """Forget one; sandboxes of it go on. Raises `EnvironmentNotFound`."""
+        return call(self._async.remove_environment(name))
+
+    def remove_layer(self, name: str) -> None:
+        """Forget a layer's name; its data goes with `collect`, once nothing needs it. Raises `NotFound`."""
+        return call(self._async.remove_layer(name))
+
+    def import_image(
+        self,
+        image: str,
+        environment: str,
+        *,
+        platform: str | None = None,
+        credentials: str | None = None,
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make an environment of a registry's image, `HOST[:PORT]/NAME[:TAG][@DIGEST]`. `credentials`:
+        `user:password`. Raises `NotFound`, `InvalidRequest`, `Unsupported`, `TooLarge`, `LayerCorrupt`, `Unavailable`,
+        `PermissionDenied`."""
+        return call(
+            self._async.import_image(
+                image, environment, platform=platform, credentials=credentials, readers=readers, on_step=on_step
+            )
+        )
+
+    def import_archive(
+        self,
+        path: str | Path,
+        environment: str,
+        *,
+        tag: str | None = None,
+        platform: str | None = None,
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make an environment of an image in an archive of this machine's (`docker save`, an OCI layout). Raises as
+        `import_image`."""
+        return call(self._async.import_archive(path, environment, tag=tag, platform=platform, on_step=on_step))
+
+    def build(
+        self, path: str | Path, name: str, *, at: str = "/", kind: str = "workspace", on_step: OnStep | None = None
+    ) -> Info:
+        """Make a layer of a plain tar archive of this machine's, placed at the path `at`. Raises `InvalidRequest`,
+        `Unsupported`, `TooLarge`, `Conflict`."""
+        return call(self._async.build(path, name, at=at, kind=kind, on_step=on_step))
+
+    def merge(
+        self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None
+    ) -> Info:
+        """Make one layer of several, top first. Raises `NotFound`, `Conflict`."""
+        return call(self._async.merge(layers, name, kind=kind, on_step=on_step))
+
+    def verify(self, reference: str, *, on_step: OnStep | None = None) -> Info:
+        """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""
+        return call(self._async.verify(reference, on_step=on_step))
+
+    def collect(self, *, on_step: OnStep | None = None) -> int:
+        """Delete what nothing needs any more. Returns the bytes that were freed. Raises `Unavailable`."""
+        return call(self._async.collect(on_step=on_step))
+
+    def export(self, reference: str, path: str | Path, *, on_step: OnStep | None = None) -> int:
+        """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
+        `NotFound`."""
+        return call(self._async.export(reference, path, on_step=on_step))
