@@ -8,7 +8,7 @@ adopted has the policy that is on record, and its stand-in names mean what they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,7 +43,7 @@ class Networks:
         if network:
             self._egress.compile(network)
 
-    async def begin(self, sandbox: Sandbox, instance: Instance) -> None:
+    async def begin(self, sandbox: Sandbox, instance: Instance, *, adopted: bool = False) -> None:
         """It is made, or adopted, and may reach something. Raises `Unsupported`, `Unavailable`."""
         network = sandbox.record.network or {}
         policy = self._egress.compile(network)
@@ -53,7 +53,7 @@ class Networks:
             raise Unsupported(
                 f"the backend {sandbox.record.backend!r} can't give a sandbox a network", remedy="Leave network out."
             )
-        box = self._box(sandbox)
+        box = self._box(sandbox, self._journal.stand_ins(sandbox.id) if adopted else ())
         box.set_policy(policy)
         sandbox.network_env = box.environment() or None
         await instance.serve_network(box.connected, box.query)
@@ -63,7 +63,7 @@ class Networks:
         if not sandbox.record.network or sandbox.instance is None:
             return
         try:
-            await self.begin(sandbox, sandbox.instance)
+            await self.begin(sandbox, sandbox.instance, adopted=True)
         except DsecError as error:
             log.warning("sandbox %s has no network any more: %s", sandbox.id, error)
 
@@ -80,7 +80,7 @@ class Networks:
         if box is None and not policy.empty:
             if not isinstance(instance, NetworkHost):
                 raise Unsupported("this sandbox's backend can't give it a network")
-            box = self._box(sandbox)
+            box = self._box(sandbox, self._journal.stand_ins(sandbox.id))
         sandbox.record = replace(sandbox.record, network=network)
         self._notes.events.add(sandbox.id, EventType.NETWORK, describe(network))
         durable = self._journal.put(sandbox.record)
@@ -110,8 +110,11 @@ class Networks:
 
     def end(self, sandbox: Sandbox) -> None:
         """Its end is decided. Idempotent."""
-        if sandbox.id in self._egress.boxes:
-            self._egress.forget(sandbox.id)
+        box = self._egress.boxes.get(sandbox.id)
+        if box is None:
+            return
+        self._egress.forget(sandbox.id)
+        if box.has_names:
             with contextlib.suppress(Unavailable):
                 quiet(self._journal.drop_stand_ins(sandbox.id))
 
@@ -119,9 +122,8 @@ class Networks:
         """Connections end with the edge; the sandboxes' policies are on record."""
         await self._egress.close()
 
-    def _box(self, sandbox: Sandbox) -> Box:
+    def _box(self, sandbox: Sandbox, stand_ins: Iterable[tuple[str, int]]) -> Box:
         host = _Host(sandbox, self._journal, self._notes, self._connect)
-        stand_ins = self._journal.stand_ins(sandbox.id)
         return self._egress.box(sandbox.id, sandbox.record.project, host, stand_ins)
 
     def families(self) -> list[Family]:

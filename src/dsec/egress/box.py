@@ -93,6 +93,11 @@ class Box:
         return self._host.note
 
     @property
+    def has_names(self) -> bool:
+        """Some name was ever looked up: it has a stand-in address."""
+        return len(self._stand_ins) > 0
+
+    @property
     def open(self) -> int:
         """Connections now."""
         return len(self._flights)

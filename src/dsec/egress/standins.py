@@ -34,6 +34,9 @@ class StandIns:
             self._by_name[name] = address
             self._by_address[address] = name
 
+    def __len__(self) -> int:
+        return len(self._by_name)
+
     def address(self, name: str) -> IPv4Address:
         """The address that stands for a name from now on."""
         found = self._by_name.pop(name, None)
