@@ -18,6 +18,7 @@ import pytest
 from dsec.app import Config, open_edge, read_config
 from dsec.edge import post, sentry
 from dsec.edge.node import Edge
+from dsec.edge.tripwires import AGAIN_S
 from dsec.errors import Conflict, SandboxEnded, Unsupported
 from dsec.kernel.fanotify import Group, Mask
 from dsec.plan import tripwires as decisions
@@ -214,6 +215,7 @@ async def test_a_pause_holds_until_somebody_resumes_it_even_over_edges(config: C
         assert (await edge.stat_file(box.id, b"/count")).size > first, "it runs on"
         with pytest.raises(Conflict):
             edge.resume_tripwires(box.id)
+        await asyncio.sleep(AGAIN_S)
         await edge.exec(box.id, ExecSpec(argv=["sh", "-c", "echo > /stop"]))  # armed again
         await box.until(lambda: edge.tripwires(box.id).paused)
         assert (await edge.delete(box.id)).cause is Cause.DELETED, "a paused one is deleted without being resumed"

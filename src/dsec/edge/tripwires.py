@@ -31,6 +31,9 @@ from dsec.spec.events import EventType
 from dsec.spec.sandbox import SandboxSpec
 from dsec.spec.tripwires import Action, TripwireState
 
+AGAIN_S = 1.0
+"""So long after it was resumed a rule doesn't pause again: what it was paused in the middle of goes on to its end."""
+
 
 class Tripwires:
     """For the event loop."""
@@ -42,6 +45,7 @@ class Tripwires:
         self._sentry = Sentry()
         self._posts: dict[str, Post] = {}
         self._paused: dict[str, str] = {}
+        self._resumed: dict[str, tuple[str, float]] = {}
         self._sandboxes: Mapping[str, Sandbox] = {}
         self._end: Callable[[Sandbox, Cause, str], object] | None = None
 
@@ -118,6 +122,7 @@ class Tripwires:
         """Its end is decided. Idempotent."""
         post = self._posts.pop(sandbox_id, None)
         self._paused.pop(sandbox_id, None)
+        self._resumed.pop(sandbox_id, None)
         if post is not None:
             self._sentry.remove(post)
 
@@ -154,7 +159,9 @@ class Tripwires:
         if rule.action == Action.END and self._end is not None:
             self._end(sandbox, Cause.TRIPWIRE, f"rule {rule.id!r}: {hit.act} {hit.path}")
         elif rule.action == Action.PAUSE and sandbox_id not in self._paused:
-            self._pause(sandbox, rule.id)
+            resumed, at = self._resumed.get(sandbox_id, ("", 0.0))
+            if resumed != rule.id or time.monotonic() - at > AGAIN_S:
+                self._pause(sandbox, rule.id)
 
     def _pause(self, sandbox: Sandbox, rule_id: str) -> None:
         instance = sandbox.instance
@@ -212,6 +219,7 @@ class Tripwires:
             raise Conflict(f"sandbox {sandbox.id} is not paused by a tripwire")
         instance.freeze(False)
         del self._paused[sandbox.id]
+        self._resumed[sandbox.id] = rule, time.monotonic()
         self._events.add(sandbox.id, EventType.RESUMED, {"rule": rule})
         return self.state(sandbox)
 

@@ -51,7 +51,7 @@ async def _tripped(box: AsyncSandbox, rule: str) -> bool:
 
 async def _git_history(arena: Arena) -> Verdict:
     async with arena.sandbox(tripwires=["swe"]) as box:
-        await box.commands.run("mkdir /p; cd /p; git init -q; git log --all; git log --all; git reflog")
+        await box.commands.run("mkdir /p; cd /p; git init -q; sleep 1 | git rev-list --all --stdin")
         seen = await _tripped(box, "git-history")
         return Verdict(seen, "on record" if seen else "not on record")
 
