@@ -105,7 +105,7 @@ async def _disk_bomb(arena: Arena) -> Verdict:
 
 
 async def _inode_bomb(arena: Arena) -> Verdict:
-    async with arena.sandbox(disk_bytes=4 * MIB) as box:
+    async with arena.sandbox(disk_bytes=2 * MIB) as box:
         code = (
             "import os, errno\nn = 0\ntry:\n  while n < 200000: open(f'/i/{n}', 'w').close(); n += 1\n"
             "except OSError as e: print(errno.errorcode[e.errno], n)\nelse: print('unbounded')"
@@ -127,7 +127,7 @@ async def _output_bomb(arena: Arena) -> Verdict:
 async def _search_everything(arena: Arena) -> Verdict:
     async with arena.sandbox() as box:
         result = await box.commands.run(
-            "grep -rs --devices=skip nowhere /proc /sys | head -c 1000", command_timeout_s=60.0
+            "grep -rs --devices=skip nowhere /proc /sys | head -c 1000", command_timeout_s=15.0
         )
         return await _alive(arena, box, f"ended: {result.cause}")
 
