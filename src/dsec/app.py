@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import logging
 import os
 import signal
@@ -195,13 +196,20 @@ async def open_layers(config: Config, edge: Edge, host: Host) -> AsyncIterator[L
         index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
         shared = SharedLayers(store, host.environments.layers, index, Leases(store, SystemClock(), config.instance))
     try:
-        yield LayerService(
+        service = LayerService(
             host.environments,
             shared=shared,
             used=edge.used_layers,
             release=host.layers.unmount,
             registry=config.registry or None,
         )
+        facts = msgspec.json.decode((config.state / "node.json").read_bytes(), type=dict[str, object])
+        node = hashlib.sha256(f"layers {facts['key']}".encode()).hexdigest()[:24]  # tells nobody the key
+        keeping = asyncio.create_task(service.keep_used(node, SystemClock()), name="layers in use")
+        try:
+            yield service
+        finally:
+            keeping.cancel()
     finally:
         if store is not None:
             await store.close()

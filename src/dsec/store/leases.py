@@ -1,7 +1,7 @@
 """Who uses a store: leases of uploads and of nodes, and the lock of the one who collects garbage.
 
     leases/upload-<id>   somebody adds objects; nothing is deleted meanwhile
-    leases/use-<node>    the layers that a node has mounted; they count as named
+    leases/use-<node>    the layers that a node has names for or uses; nobody deletes them
     locks/gc             somebody deletes, or waits for the uploads to end in order to; no new upload begins
 
 Each side writes its own mark first and then looks for the other's, so that at least one of the two sees both: an upload
@@ -25,6 +25,8 @@ from dsec.ports import BlobStore, Clock
 
 TTL_S = 600.0
 RENEW_S = 60.0
+USE_TTL_S = 7 * 86400.0
+"""A node that is down for longer than this no longer keeps layers in the store."""
 SKEW_S = 120.0
 GC_LOCK = "locks/gc"
 _LOOK_AGAIN_S = 0.2
@@ -78,7 +80,7 @@ class Leases:
         if lock is not None:
             raise Unavailable(f"the store is being cleaned up by {lock.holder}", remedy="Try again later.")
         await self._store.delete(GC_LOCK)  # an expired one
-        if not await self._store.put_if_absent(GC_LOCK, self._encoded()):
+        if not await self._store.put_if_absent(GC_LOCK, self._encoded([], TTL_S)):
             raise Unavailable("the store is being cleaned up", remedy="Try again later.")
         async with self._renewed(GC_LOCK):
             until = self._clock.monotonic() + wait_s
@@ -89,9 +91,9 @@ class Leases:
             yield
 
     async def use(self, node: str, layers: Iterable[str]) -> None:
-        """Say which layers a node uses, for the next TTL_S: repeat it every RENEW_S, and before a layer is used that
-        was not in the last list."""
-        await self._write(f"leases/use-{node}", sorted(layers))
+        """Say which layers a node has names for or uses, for the next USE_TTL_S. Layers that are pushed are young
+        enough to stay for longer than the next time that a node says it (RENEW_S)."""
+        await self._store.put(f"leases/use-{node}", self._encoded(sorted(layers), USE_TTL_S))
 
     async def used(self) -> set[str]:
         """The layers that any node uses."""
@@ -130,13 +132,11 @@ class Leases:
             with contextlib.suppress(Unavailable):
                 await asyncio.shield(self._store.delete(key))
 
-    async def _write(self, key: str, layers: list[str] | None = None) -> None:
-        await self._store.put(key, self._encoded(layers))
+    async def _write(self, key: str) -> None:
+        await self._store.put(key, self._encoded([], TTL_S))
 
-    def _encoded(self, layers: list[str] | None = None) -> bytes:
-        return msgspec.json.encode(
-            Lease(holder=self._holder, expires_at=self._clock.now() + TTL_S, layers=layers or [])
-        )
+    def _encoded(self, layers: list[str], ttl_s: float) -> bytes:
+        return msgspec.json.encode(Lease(holder=self._holder, expires_at=self._clock.now() + ttl_s, layers=layers))
 
     async def _live(self, key: str) -> Lease | None:
         try:

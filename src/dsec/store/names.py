@@ -78,11 +78,12 @@ class Names(Generic[N]):
     def find(self, name: str, project: str | None) -> N | None:
         """What `project` means by a name. No I/O for one that is known; an unknown one may have been made by another
         process since, so the disk is looked at."""
-        own = () if project is None else (project,)
-        for owner in (*own, ""):
-            found = self._known.get((owner, name)) or self._look_again(owner, name)
-            if found is not None:
-                return found
+        owners = ("",) if project is None else (project, "")
+        for look in (self._known_as, self._look_again):
+            for owner in owners:
+                found = look(owner, name)
+                if found is not None:
+                    return found
         # Another's, the first by the owner's name: so that the answer doesn't depend on the order in which they came.
         others = [item for (_, known), item in sorted(self._known.items()) if known == name and may_read(item, project)]
         return others[0] if others else None
@@ -102,6 +103,9 @@ class Names(Generic[N]):
                 self._path(project, name).unlink()
                 return True
             return found is not None
+
+    def _known_as(self, project: str, name: str) -> N | None:
+        return self._known.get((project, name))
 
     def _look_again(self, project: str, name: str) -> N | None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,17 +18,21 @@ from pathlib import Path
 from msgspec import Struct
 
 from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, TooLarge, Unavailable
+from dsec.ports import Clock
 from dsec.store.archive import read_layer
 from dsec.store.environments import Environment, EnvironmentStore
 from dsec.store.format import ImageConfig, Kind, check_chunk
 from dsec.store.image import ImageSource, Platform
 from dsec.store.importer import Imported, Importer
 from dsec.store.layers import LayerMeta
+from dsec.store.leases import RENEW_S
 from dsec.store.merge import export_layer, merge_layers
 from dsec.store.oci import LocalSource
 from dsec.store.registry import RegistrySource, docker_credentials, parse_reference
 from dsec.store.shared import Progress, SharedLayers, quiet
 from dsec.store.tree import Node, directory
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 """Layers younger than this are never garbage: other processes on this node make some without this lock."""
@@ -318,6 +323,16 @@ class LayerService:
         return export_layer(self.layers, digest)
 
     # --- removing ---
+
+    async def keep_used(self, node: str, clock: Clock) -> None:
+        """Say in the store, over and over, which layers this node needs. Ends when it is cancelled."""
+        while self.shared is not None:
+            try:
+                used = self._used() or set()
+                await self.shared.leases.use(node, self.environments.visible_layers(None) | used)
+            except Unavailable as error:
+                log.warning("the store doesn't know which layers this node uses: %s", error)
+            await clock.sleep(RENEW_S)
 
     async def collect(self, progress: Progress = quiet, *, least_age_s: float = GRACE_S) -> int:
         """Delete this node's layers that no name stands for and no sandbox stands on, and those of the store that are
