@@ -30,6 +30,7 @@ from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend, Host
 from dsec.backends.container.native import probe_network
+from dsec.builder.service import BuildService
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
@@ -264,13 +265,15 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
         open_layers(config, edge, hosts[0]) as layers,
     ):
         layers.layers.clear_scratch()  # what builds that were killed left
+        builds = BuildService(layers, edge, hosts[0].volume.written)
+        await builds.clear()
 
         def listed(project: str) -> list[EnvironmentInfo]:
             layers.environments.refresh()
             found = layers.environments.list(project)
             return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
-        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers)
+        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers, builds=builds)
         server = ApiServer(api, host, port)
         await server.start()
         try:

@@ -11,6 +11,7 @@
           EnvironmentNotFound     environment_not_found  404
           FileMissing             file_not_found         404
         FileError                 file_error             409   errno and path: is a directory, exists, not empty, ...
+        BuildFailed               build_failed           422   a command of a build failed; details say how
         Conflict                  conflict               409   a key was used for a different request
         SandboxEnded              sandbox_ended          410   carries its cause
         PortClosed                port_closed            409   nothing listens there inside, or the connection was cut
@@ -126,6 +127,11 @@ class FileMissing(NotFound):
 class FileError(CallerError):
     code = "file_error"
     http_status = 409
+
+
+class BuildFailed(CallerError):
+    code = "build_failed"
+    http_status = 422
 
 
 class Conflict(CallerError):

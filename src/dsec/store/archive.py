@@ -10,7 +10,8 @@ and mode of the one below.
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from dsec.errors import InvalidRequest
 from dsec.store.data import LayerData
@@ -33,6 +34,13 @@ _KINDS = {
 }
 
 
+class Entries(Protocol):
+    """Entries of an archive, or like those of one: `read` gives the content of the one that came last."""
+
+    def __iter__(self) -> Iterator[Header]: ...
+    def read(self, size: int) -> bytes: ...
+
+
 def read_layer(read: Callable[[int], bytes], data: LayerData, below: Node | None = None) -> Node:
     """The tree of one layer's uncompressed archive; `below`: what the lower layers show together.
 
@@ -41,9 +49,21 @@ def read_layer(read: Callable[[int], bytes], data: LayerData, below: Node | None
     return _Archive(data, below or directory()).read(TarReader(read))
 
 
+def read_tree(read: Callable[[int], bytes], data: LayerData) -> Node:
+    """The tree of a plain archive, in which no name has a special meaning. Raises as `read_layer`."""
+    return _Archive(data, directory(), whiteouts=False).read(TarReader(read))
+
+
+def place_entries(entries: Entries, data: LayerData, below: Node) -> Node:
+    """A layer over `below` of entries that are worked out one by one; no name has a special meaning. Raises as
+    `read_layer`."""
+    return _Archive(data, below, whiteouts=False).read(entries)
+
+
 class _Archive:
-    def __init__(self, data: LayerData, below: Node) -> None:
+    def __init__(self, data: LayerData, below: Node, *, whiteouts: bool = True) -> None:
         self._data = data
+        self._whiteouts = whiteouts
         self._below = below
         self._top = _like(below)
         self._pairs: dict[int, Node | None] = {id(self._top): below}
@@ -53,7 +73,7 @@ class _Archive:
         self._kept: list[Node] = []
         """Directories, also those that were replaced: no other may take their number in `_pairs`."""
 
-    def read(self, reader: TarReader) -> Node:
+    def read(self, reader: Entries) -> Node:
         for header in reader:
             self._data.budget.take(entries=1, path=len(header.name))
             parts = _parts(header.name)
@@ -63,9 +83,9 @@ class _Archive:
                 continue
             parent = self._parent(parts, header.name)
             name = parts[-1]
-            if name == _OPAQUE:
+            if self._whiteouts and name == _OPAQUE:
                 parent.xattrs[OPAQUE] = b"y"
-            elif name.startswith(_WHITEOUT):
+            elif self._whiteouts and name.startswith(_WHITEOUT):
                 self._hide(parent, name[len(_WHITEOUT) :])
             else:
                 self._place(parent, name, header, reader)
@@ -82,7 +102,7 @@ class _Archive:
             raise InvalidRequest(f"the archive has a whiteout that names nothing: {_WHITEOUT + name!r}")
         self._hidden[id(parent), name] = parent
 
-    def _place(self, parent: Node, name: bytes, header: Header, reader: TarReader) -> None:
+    def _place(self, parent: Node, name: bytes, header: Header, reader: Entries) -> None:
         old = parent.children.get(name)
         if header.kind == b"1":
             parent.children[name] = self._linked(header)

@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -99,6 +99,7 @@ class EnvironmentStore:
         self._building = threading.Lock()
         self._runtime: str | None = None
         self._configs: dict[str, ImageConfig] = {}
+        self._lent: list[tuple[str, frozenset[str]]] = []
 
     def runtime(self) -> str:
         """The digest of the runtime layer, made on first use."""
@@ -251,7 +252,18 @@ class EnvironmentStore:
     def visible_layers(self, project: str | None) -> set[str]:
         """Every layer that some name stands for which a project may read."""
         found = {named.layer for named in self.layer_names(project)}
-        return found.union(*(environment.layers for environment in self.list(project)))
+        lent = [layers for borrower, layers in self._lent if project in (borrower, None)]
+        return found.union(*(environment.layers for environment in self.list(project)), *lent)
+
+    @contextlib.contextmanager
+    def lending(self, project: str, layers: Iterable[str]) -> Iterator[None]:
+        """While the context lasts, the project may use these layers by their digests, named or not."""
+        lent = (project, frozenset(layers))
+        self._lent.append(lent)
+        try:
+            yield
+        finally:
+            self._lent.remove(lent)
 
     def unused_layers(self) -> set[str]:
         """Layers that no name stands for: the caller knows whether sandboxes still run on them."""

@@ -87,7 +87,8 @@ class LayerService:
     # --- making ---
 
     @asynccontextmanager
-    async def _making(self) -> AsyncIterator[None]:
+    async def making(self) -> AsyncIterator[None]:
+        """While the context lasts nothing is taken for garbage. Not to be entered twice."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._collecting)
             self._makers += 1
@@ -132,11 +133,23 @@ class LayerService:
         self, source: ImageSource, platform: Platform, then: Callable[[Imported], None], progress: Progress
     ) -> Imported:
         try:
-            async with self._making():
+            async with self.making():
                 found = await Importer(self.layers).run(source, platform, "base", progress)
-                await self._share(found.layers, progress)
+                await self.share(found.layers, progress)
                 await asyncio.to_thread(then, found)
                 return found
+        finally:
+            await source.close()
+
+    async def fetch(
+        self, image: str, platform: Platform, progress: Progress = quiet, *, credentials: str | None = None
+    ) -> Imported:
+        """The layers of a registry's image, for who is `making`. Raises as `import_registry`."""
+        reference = parse_reference(image, self._registry)
+        credentials = credentials or docker_credentials(reference.url.split("//")[1])
+        source = RegistrySource(reference, credentials)
+        try:
+            return await Importer(self.layers).run(source, platform, "base", progress)
         finally:
             await source.close()
 
@@ -165,10 +178,10 @@ class LayerService:
                     node = top
                 return maker.finish(node, kind, description)
 
-        async with self._making():
+        async with self.making():
             progress("building")
             meta = await asyncio.to_thread(build)
-            await self._share([meta.digest], progress)
+            await self.share([meta.digest], progress)
             await asyncio.to_thread(then, meta)
             return meta
 
@@ -182,10 +195,10 @@ class LayerService:
     ) -> LayerMeta:
         """One layer of several (top first); `then` gives it a name. Raises `NotFound`, `InvalidRequest`."""
         layers = [self.environments.find_layer(each, project) for each in references]
-        async with self._making():
+        async with self.making():
             progress("merging")
             meta = await asyncio.to_thread(merge_layers, self.layers, layers, kind)
-            await self._share([meta.digest], progress)
+            await self.share([meta.digest], progress)
             await asyncio.to_thread(then, meta)
             return meta
 
@@ -203,7 +216,8 @@ class LayerService:
                     progress("receiving", size)
         return size
 
-    async def _share(self, layers: Sequence[str], progress: Progress) -> None:
+    async def share(self, layers: Sequence[str], progress: Progress) -> None:
+        """Push them (top first) to the shared store, where there is one."""
         if self.shared is not None:
             for layer in reversed(layers):
                 await self.shared.push(layer, progress)

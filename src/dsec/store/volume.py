@@ -136,6 +136,12 @@ class Volume:
     def path(self, sandbox_id: str) -> Path:
         return self._sandboxes / sandbox_id
 
+    def written(self, sandbox_id: str) -> tuple[Path, int]:
+        """What a sandbox has written: its upper directory, and the id on this host of the root inside. Raises
+        FileNotFoundError."""
+        path = self.path(sandbox_id)
+        return path / "upper", (path / "work").stat().st_uid
+
     def make(self, sandbox_id: str, disk_bytes: int, uid_base: int) -> tuple[Path, Path]:
         """A sandbox's `(upper, work)` directories, limited to `disk_bytes` where the volume can; `upper` belongs to
         `uid_base`, the root inside.
@@ -157,6 +163,7 @@ class Volume:
                 os.mkdir("upper", 0o755, dir_fd=fd)
                 os.chown("upper", uid_base, uid_base, dir_fd=fd)
                 os.mkdir("work", 0o700, dir_fd=fd)
+                os.chown("work", uid_base, uid_base, dir_fd=fd)  # says whose it is, where nobody inside can change it
                 os.fchmod(fd, 0o711)
             finally:
                 os.close(fd)

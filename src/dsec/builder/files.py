@@ -1,0 +1,168 @@
+"""Trees of files with their contents: the context of a build, and what the layers of a stage show together.
+
+A context is never unpacked: it is a tree in memory and one file of data, so that no name and no link in it can lead
+anywhere but into itself.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+from dsec.errors import InvalidRequest, TooLarge
+from dsec.recipe.ignore import Ignored
+from dsec.store.archive import read_tree
+from dsec.store.data import GIB, Budget, LayerData
+from dsec.store.layers import LayerStore
+from dsec.store.merge import reader
+from dsec.store.tree import Node, directory, overlay, walk
+
+HOPS = 40
+_STEP = 1 << 20
+_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open))
+
+
+class Files:
+    """A tree, and what its files hold."""
+
+    def __init__(self, top: Node, data: Callable[[Node], BinaryIO | None]) -> None:
+        """`data`: the file in which a node's content lies."""
+        self.top = top
+        self._data = data
+        self._digests: dict[int, str] = {}
+
+    def reader(self, node: Node) -> Callable[[int], bytes]:
+        """`read(n)` over a file."""
+        return reader(node.content, self._data(node))
+
+    def content(self, node: Node, most: int) -> bytes:
+        """A small file's bytes. Raises `TooLarge`."""
+        if node.content.size > most:
+            raise TooLarge(f"a file of {node.content.size} bytes where {most} are enough")
+        read = self.reader(node)
+        return b"".join(iter(lambda: read(_STEP), b""))
+
+    def digest(self, node: Node) -> str:
+        """Of a tree: names, types, modes, owners, links and contents; no times."""
+        known = self._digests.get(id(node))
+        if known is not None:
+            return known
+        found = hashlib.sha256()
+        for path, each in walk(node):
+            found.update(b"%d:%s %o %d %d " % (len(path), path, each.mode, each.uid, each.gid))
+            if each.is_link:
+                found.update(b"%d:%s" % (len(each.target), each.target))
+            elif each.is_file:
+                content, read = hashlib.sha256(), self.reader(each)
+                while data := read(_STEP):
+                    content.update(data)
+                found.update(content.digest())
+            elif each.is_device:
+                found.update(b"%d %d" % each.rdev)
+        self._digests[id(node)] = found.hexdigest()
+        return self._digests[id(node)]
+
+    def find(self, path: bytes, *, follow: bool = True) -> Node | None:
+        """The entry at a path from the top, links followed inside the tree (the last one where `follow`). Raises
+        ValueError where a link leads out of it, or in a circle."""
+        todo = [part for part in reversed(path.split(b"/")) if part not in (b"", b".")]
+        trail, hops = [self.top], 0
+        while todo:
+            part = todo.pop()
+            if part == b"..":
+                if len(trail) == 1:
+                    raise ValueError("it leads out")
+                trail.pop()
+                continue
+            node = trail[-1].children.get(part) if trail[-1].is_dir else None
+            if node is None or node.is_whiteout:
+                return None
+            if node.is_link and (todo or follow):
+                hops += 1
+                if hops > HOPS:
+                    raise ValueError("its links go in a circle")
+                if node.target.startswith(b"/"):
+                    trail = [self.top]
+                todo += [each for each in reversed(node.target.split(b"/")) if each not in (b"", b".")]
+                continue
+            trail.append(node)
+        return trail[-1]
+
+
+def load_archive(path: Path, data: BinaryIO) -> Files:
+    """The files of a tar archive, which may be compressed; contents go to `data`. Blocks. Raises `InvalidRequest`,
+    `Unsupported`, `TooLarge`."""
+    budget = Budget(data_bytes=64 * GIB, file_bytes=256 * GIB, entries=2_000_000)
+    with open(path, "rb") as file:
+        head = file.read(6)
+        file.seek(0)
+        if not head:
+            return Files(directory(), lambda _: None)
+        opened = next((cast(IO[bytes], op(file)) for magic, op in _PACKED if head.startswith(magic)), file)
+        try:
+            top = read_tree(opened.read, LayerData(data, budget))
+        except (zlib.error, EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+            if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile) and error.errno is not None:
+                raise
+            raise InvalidRequest(f"the context can't be uncompressed: {error}") from None
+    data.flush()
+    return Files(top, lambda _: data)
+
+
+def leave_out(files: Files, ignored: Ignored) -> None:
+    """Take what is ignored out of the tree."""
+    stack: list[tuple[bytes, Node]] = [(b"", files.top)]
+    emptied: list[tuple[Node, bytes]] = []
+    while stack:
+        prefix, node = stack.pop()
+        for name, child in list(node.children.items()):
+            path = prefix + name
+            if ignored(path.decode(errors="surrogateescape")):
+                if child.is_dir and ignored.has_exceptions:
+                    emptied.append((node, name))
+                else:
+                    del node.children[name]
+                    continue
+            if child.is_dir:
+                stack.append((path + b"/", child))
+    for parent, name in reversed(emptied):  # a directory that is ignored stays for what is in it
+        if not parent.children[name].children:
+            del parent.children[name]
+
+
+class Layers:
+    """What a stack of layers shows; grows by one layer after another."""
+
+    def __init__(self, store: LayerStore) -> None:
+        self._store = store
+        self._open = ExitStack()
+        self._owners: dict[int, BinaryIO | None] = {}
+        self.files = Files(directory(), lambda node: self._owners[id(node)])
+
+    def push(self, layer: str) -> None:
+        """Lay one on top. Blocks. Raises `NotFound`."""
+        tree, data = self._store.tree(layer), self._store.files(layer).data
+        file = None
+        if data is not None:
+            file = self._open.enter_context(data.open("rb", buffering=0))
+        self._owners |= {id(node): file for _, node in walk(tree) if node.is_file}
+        self.files.top = overlay(self.files.top, tree)
+
+    def close(self) -> None:
+        """Let go of the data."""
+        self._open.close()
+
+
+def visible(node: Node) -> Iterator[tuple[bytes, Node]]:
+    """As `walk`, without what overlayfs hides and what no layer can hold."""
+    for path, each in walk(node):
+        if not each.is_whiteout and not stat.S_ISSOCK(each.mode):
+            yield path, each
