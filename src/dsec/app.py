@@ -273,7 +273,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             found = layers.environments.list(project)
             return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
-        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers, builds=builds)
+        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers, builder=builds)
         server = ApiServer(api, host, port)
         await server.start()
         try:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, control, exec, files, openapi, seeing, sessions, streams
+from dsec.api import batch, builds, control, exec, files, openapi, seeing, sessions, streams
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
@@ -21,6 +21,7 @@ from dsec.api.layers import Layers
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
 from dsec.api.swerex import Swerex
+from dsec.builder.service import BuildService
 from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
@@ -42,11 +43,13 @@ class Api:
         version: str = "0",
         e2b: E2bConfig | None = None,
         layers: LayerService | None = None,
+        builder: BuildService | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
         self._control: Litestar = control.build(edge, environments, version, domain)
         self._layers = Layers(layers) if layers is not None else None
+        self._builds = builder
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -110,6 +113,9 @@ class Api:
                 if rest and await self._sandbox(sandbox_id, rest, x):
                     return
             elif await self._batch(raw, x) or (self._layers is not None and await self._layer(self._layers, raw, x)):
+                return
+            elif raw == "/v1/builds" and self._builds is not None:
+                await builds.build(self._builds, x)
                 return
         elif self._e2b.claims(raw):
             await self._e2b(x, raw)

@@ -304,14 +304,15 @@ async def _stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, An
                 await task
     error = task.exception()
     if error is not None and not begun:
-        raise _as_ours(error)
-    last = Step(error=_as_ours(error).body()) if error is not None else Step(result=task.result())
+        raise as_ours(error)
+    last = Step(error=as_ours(error).body()) if error is not None else Step(result=task.result())
     if not begun:
         await x.begin(200, _NDJSON)
     await x.finish(_ENCODER.encode(last) + b"\n")
 
 
-def _as_ours(error: BaseException) -> DsecError:
+def as_ours(error: BaseException) -> DsecError:
+    """What failed in long work, as one of our errors; what is a bug is raised."""
     if isinstance(error, DsecError):
         return error
     if isinstance(error, OSError):

@@ -13,6 +13,7 @@ import click
 
 from dsec import AsyncClient
 from dsec.cli.complete import ENVIRONMENT
+from dsec.cli.network import grants, network_option
 from dsec.cli.output import json_option, note, readable, wants_json, write_json, write_table
 from dsec.cli.progress import Steps
 from dsec.cli.sandboxes import environment
@@ -208,6 +209,51 @@ def create_environment(
         click.echo(made["name"])
 
 
+@click.command("build")
+@click.argument("name")
+@click.argument("context", type=click.Path(exists=True, file_okay=False), default=".")
+@click.option("--file", "-f", "dockerfile", type=click.Path(exists=True, dir_okay=False), help="The Dockerfile.")
+@click.option("--target", metavar="STAGE", help="The stage that counts; the last one otherwise.")
+@click.option("--build-arg", "args", multiple=True, metavar="K[=V]", help="For ARG; without =V from this environment.")
+@click.option("--no-cache", "fresh", is_flag=True, help="Do every step again.")
+@network_option
+@_platform
+@_readers
+@json_option
+def build_environment(
+    name: str,
+    context: str,
+    dockerfile: str | None,
+    target: str | None,
+    args: tuple[str, ...],
+    fresh: bool,
+    network: tuple[str, ...],
+    platform: str | None,
+    readers: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Make the environment NAME of a Dockerfile and the files beside it."""
+    pairs = [text.partition("=") for text in args]
+    found = _run(
+        lambda client: client.catalog.build_dockerfile(
+            context,
+            name,
+            dockerfile=dockerfile,
+            target=target,
+            args={key: value if equals else os.environ.get(key, "") for key, equals, value in pairs},
+            network=grants(network),
+            fresh=fresh,
+            platform=platform,
+            readers=readers,
+            on_log=lambda line: click.echo(line, err=True),
+        )
+    )
+    if wants_json(as_json):
+        write_json(found)
+    else:
+        click.echo(found["environment"])
+
+
 @click.command("show")
 @click.argument("name", type=ENVIRONMENT)
 @json_option
@@ -291,7 +337,7 @@ class _packed:
             os.unlink(self._temporary)
 
 
-for _command in (create_environment, show_environment, remove_environment):
+for _command in (build_environment, create_environment, show_environment, remove_environment):
     environment.add_command(_command)
 
 COMMANDS = (layer,)

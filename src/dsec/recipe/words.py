@@ -114,7 +114,9 @@ class _Expander:
             return value or "", at + 1
         colon = self._text[at : at + 1] == ":"
         operator = self._text[at + colon : at + colon + 1]
-        if operator not in ("-", "+", "?") or not operator:
+        if not operator:
+            raise ValueError("a ${ is not closed")
+        if operator not in "-+?":
             raise ValueError(
                 f"${{{match[0]}...}}: of the modifiers only :-, :+ and :? are known, with or without the colon"
             )

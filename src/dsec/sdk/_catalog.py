@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import ErrorBody, Unavailable, from_body
+from dsec.sdk._context import pack_context
 from dsec.sdk._transport import Transport, cut_errors, decoded
+from dsec.spec.network import Network
 
 _JSON = {"Content-Type": "application/json"}
 _TAR = {"Content-Type": "application/x-tar"}
@@ -20,6 +23,8 @@ _READ = 1 << 20
 
 OnStep = Callable[[str, int, int], None]
 """Told about long work: what is being done, bytes done, bytes in all (0: unknown)."""
+OnLog = Callable[[str], None]
+"""Told what a build says, a line each."""
 Info = dict[str, Any]
 """As the HTTP API answers; docs/ARCHITECTURE.md says what is in it."""
 
@@ -28,6 +33,7 @@ class _Step(Struct, frozen=True):
     step: str = ""
     done: int = 0
     total: int = 0
+    log: str | None = None
     result: dict[str, Any] | None = None
     error: ErrorBody | None = None
 
@@ -129,6 +135,47 @@ class AsyncCatalog:
         `Unsupported`, `TooLarge`, `Conflict`."""
         return await self._upload(path, {"form": "tree", "name": name, "at": at, "kind": kind}, on_step)
 
+    async def build_dockerfile(
+        self,
+        context: str | Path,
+        name: str,
+        *,
+        dockerfile: str | Path | None = None,
+        target: str | None = None,
+        args: Mapping[str, str] | None = None,
+        network: Network | None = None,
+        fresh: bool = False,
+        platform: str | None = None,
+        readers: Sequence[str] = (),
+        on_log: OnLog | None = None,
+    ) -> Info:
+        """Make the environment `name` of a Dockerfile (None: the one in `context`, a directory of this machine).
+
+        `target`: the stage that counts. `args`: for its ARG. `network`: what its RUN may reach, by named permission.
+        `fresh`: do every step again. Raises `InvalidRequest` and `Unsupported`, which name the line, `BuildFailed`
+        (`details` has `line`, `exit_code` and the last `output`), `PermissionDenied`, `TooLarge`, and what importing an
+        image raises.
+        """
+        top = Path(context)
+        with tempfile.TemporaryFile() as file:
+            where = await asyncio.to_thread(pack_context, top, Path(dockerfile or top / "Dockerfile"), file)
+
+            async def chunks() -> AsyncIterator[bytes]:
+                file.seek(0)
+                while piece := await asyncio.to_thread(file.read, _READ):
+                    yield piece
+
+            options: dict[str, Any] = {
+                "name": name,
+                "dockerfile": where,
+                "target": target,
+                "args": dict(args or {}),
+                "fresh": fresh,
+            }
+            options |= {"network": network or {}, "platform": platform, "readers": list(readers)}
+            encoded = msgspec.json.encode(options).decode()
+            return await self._long("/v1/builds", chunks, _TAR, None, on_log=on_log, arguments={"options": encoded})
+
     async def merge(
         self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None
     ) -> Info:
@@ -181,12 +228,19 @@ class AsyncCatalog:
                         on_step("sending", done, total)
 
         given = {name: value for name, value in arguments.items() if value is not None}
-        return await self._long("/v1/layers:upload", chunks, _TAR, on_step, **given)
+        return await self._long("/v1/layers:upload", chunks, _TAR, on_step, arguments=given)
 
     async def _long(
-        self, path: str, body: Any, headers: Mapping[str, str], on_step: OnStep | None, **arguments: str
+        self,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        on_step: OnStep | None,
+        *,
+        on_log: OnLog | None = None,
+        arguments: Mapping[str, str] | None = None,
     ) -> Info:
-        url = self._transport.url(path, **arguments)
+        url = self._transport.url(path, **(arguments or {}))
         response = await self._transport.open("POST", url, body=body, headers=headers)
         try:
             async for line in response.content:
@@ -195,7 +249,9 @@ class AsyncCatalog:
                     raise from_body(step.error)
                 if step.result is not None:
                     return step.result
-                if on_step is not None:
+                if step.log is not None and on_log is not None:
+                    on_log(step.log)
+                elif on_step is not None:
                     on_step(step.step, step.done, step.total)
         except cut_errors() as error:
             raise Unavailable("the answer was cut", remedy="Try again: what was finished isn't done twice.") from error

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dsec.sdk._catalog import AsyncCatalog, Info, OnStep
+from dsec.sdk._catalog import AsyncCatalog, Info, OnLog, OnStep
 from dsec.sdk._portal import Wrapper, call
+from dsec.spec.network import Network
 
 
 class Catalog(Wrapper):
@@ -100,6 +101,42 @@ class Catalog(Wrapper):
         """Make a layer of a plain tar archive of this machine's, placed at the path `at`. Raises `InvalidRequest`,
         `Unsupported`, `TooLarge`, `Conflict`."""
         return call(self._async.build(path, name, at=at, kind=kind, on_step=on_step))
+
+    def build_dockerfile(
+        self,
+        context: str | Path,
+        name: str,
+        *,
+        dockerfile: str | Path | None = None,
+        target: str | None = None,
+        args: Mapping[str, str] | None = None,
+        network: Network | None = None,
+        fresh: bool = False,
+        platform: str | None = None,
+        readers: Sequence[str] = (),
+        on_log: OnLog | None = None,
+    ) -> Info:
+        """Make the environment `name` of a Dockerfile (None: the one in `context`, a directory of this machine).
+
+        `target`: the stage that counts. `args`: for its ARG. `network`: what its RUN may reach, by named permission.
+        `fresh`: do every step again. Raises `InvalidRequest` and `Unsupported`, which name the line, `BuildFailed`
+        (`details` has `line`, `exit_code` and the last `output`), `PermissionDenied`, `TooLarge`, and what importing an
+        image raises.
+        """
+        return call(
+            self._async.build_dockerfile(
+                context,
+                name,
+                dockerfile=dockerfile,
+                target=target,
+                args=args,
+                network=network,
+                fresh=fresh,
+                platform=platform,
+                readers=readers,
+                on_log=on_log,
+            )
+        )
 
     def merge(
         self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None

@@ -1,0 +1,163 @@
+"""Dockerfiles become environments: built in real sandboxes, remembered step by step, refused with their line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec import Client
+from dsec.errors import BuildFailed, InvalidRequest, Unsupported
+from server_kit import Server, serving
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("builds") / "state"
+    state.mkdir(mode=0o700)
+    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # a store of its own
+    (debian_store.parent / "native").mkdir(exist_ok=True)
+    (state / "native").symlink_to(debian_store.parent / "native")
+    with serving(state) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    endpoint = server.endpoint()
+    with Client(endpoint.url, endpoint.api_key) as made:
+        yield made
+
+
+def context(top: Path, dockerfile: str, **files: str) -> Path:
+    (top / "Dockerfile").write_text(dockerfile)
+    for name, text in files.items():
+        path = top / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return top
+
+
+DOCKERFILE = """\
+# the whole of it
+ARG BASE=debian
+FROM ${BASE} AS made
+ARG WORD=hello
+ENV GREETING="$WORD there"
+WORKDIR /work
+COPY src ./src
+RUN echo "$GREETING" >out \\
+    && mkdir -p gone/deep && rm -rf /usr/share/debianutils && id -u >uid
+RUN ["/bin/sh", "-c", "echo exec >form"]
+
+FROM debian
+LABEL a=b
+RUN <<EOF
+echo worker:x:70:71::/home/worker:/bin/sh >>/etc/passwd; echo worker:x:71: >>/etc/group
+echo 'from a heredoc' >/heredoc
+ln /heredoc /hard
+EOF
+COPY --from=made /work/out /work/form /copied/
+COPY --chown=worker:worker --chmod=0750 src/tool.sh /bin/tool
+COPY <<EOF /etc/said
+x${GREETING:-nothing}
+EOF
+USER worker
+WORKDIR /home/worker
+EXPOSE 80
+ENTRYPOINT ["/bin/tool"]
+"""
+
+
+def test_a_dockerfile_becomes_an_environment(client: Client, tmp_path: Path) -> None:
+    top = context(tmp_path, DOCKERFILE, src__a="1", src__skipped__b="2", _dockerignore="")
+    (top / "src" / "tool.sh").write_text("#!/bin/sh\necho tool\n")
+    (top / ".dockerignore").write_text("**/skipped\n")
+    said: list[str] = []
+    found = client.catalog.build_dockerfile(top, "built", args={"WORD": "good day"}, on_log=said.append)
+    assert found["environment"] == "built"
+    with client.create("built") as box:
+        script = "cat /copied/out /copied/form /heredoc /etc/said; stat -c '%U %a %h' /bin/tool /hard; "
+        script += "id -un; pwd; /bin/tool"
+        assert box.commands.run(script).check().stdout == (
+            "good day there\nexec\nfrom a heredoc\nxnothing\nworker 750 1\nroot 644 2\nworker\n/home/worker\ntool\n"
+        )
+    assert "FROM debian AS made" in said
+    before = client.catalog.environment("built")["environment"]["layers"]
+    said.clear()
+    client.catalog.build_dockerfile(top, "again", args={"WORD": "good day"}, on_log=said.append)
+    assert client.catalog.environment("again")["environment"]["layers"] == before
+    assert said.count("  as before") >= 6
+    assert not any(line.startswith("  ") and "as before" not in line and "note" not in line for line in said)
+    (top / "src" / "a").write_text("changed")
+    said.clear()
+    client.catalog.build_dockerfile(top, "again", args={"WORD": "good day"}, target="made", on_log=said.append)
+    assert said.count("  as before") == 1  # the working directory
+    with client.create("again") as box:
+        ran = box.commands.run("ls /work /work/src; cat /work/uid; test -e /usr/share/debianutils || echo gone")
+        assert ran.check().stdout == "/work:\nform\ngone\nout\nsrc\nuid\n\n/work/src:\na\ntool.sh\n0\ngone\n"
+
+
+def test_the_command_line_builds(server: Server, tmp_path: Path) -> None:
+    top = context(tmp_path, "FROM debian\nARG A\nCOPY f /f\nRUN echo $A >>/f\n", f="file\n")
+    command = [sys.executable, "-m", "dsec.cli.main"]
+
+    def dsec(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*command, *arguments], env=server.environment(), capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == code, done.stderr
+        return done
+
+    made = dsec("env", "build", "by-hand", str(top), "--build-arg", "A=b")
+    assert json.loads(made.stdout)["environment"] == "by-hand"
+    assert "RUN echo $A >>/f" in made.stderr
+    assert dsec("run", "by-hand", "--", "cat", "/f").stdout == "file\nb\n"
+    (top / "Other").write_text("FROM by-hand\nRUN exit 3\n")
+    failed = dsec("env", "build", "never", str(top), "-f", str(top / "Other"), code=2)
+    assert "Dockerfile line 2: RUN exit 3: it ended with exit code 3" in failed.stderr
+    names = {each["name"] for each in json.loads(dsec("env", "ls", "--json").stdout)}
+    assert "by-hand" in names
+    assert "never" not in names
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "error", "message"),
+    [
+        ("FROM debian\n\nFLY away", Unsupported, "line 3: unknown instruction 'FLY'"),
+        ("FROM debian\nONBUILD RUN x", Unsupported, "line 2: ONBUILD"),
+        ("FROM debian\nCOPY ../x /", InvalidRequest, "line 2: COPY: '../x' leads out of the context"),
+        ("FROM debian\nCOPY absent /", InvalidRequest, "line 2: COPY: there is no 'absent'"),
+        ("FROM debian\nCOPY up /", InvalidRequest, "line 2: COPY: 'up': it leads out"),
+        ("FROM debian\nCOPY absolute /", InvalidRequest, "line 2: COPY: there is no 'absolute'"),
+        ("FROM debian\nCOPY --chown=stranger f /", InvalidRequest, "the image has no user 'stranger'"),
+        ("FROM debian\nADD https://example.com/x /", Unsupported, "line 2: ADD of 'https://example.com/x'"),
+        ("FROM debian\nRUN --mount=type=cache,target=/x true", Unsupported, "line 2: RUN --mount is not supported"),
+        ("FROM absent\n", InvalidRequest, "line 1: 'absent' doesn't say which registry"),
+        ("FROM debian\nENV A=${A", InvalidRequest, "line 2: a ${ is not closed"),
+        ("FROM debian\nRUN echo last words; exit 7", BuildFailed, "line 2: RUN echo last words; exit 7: it ended"),
+        ("FROM debian\nUSER stranger\nRUN true", BuildFailed, "stranger"),
+    ],
+)
+def test_what_cannot_be_built(
+    client: Client, tmp_path: Path, dockerfile: str, error: type[Exception], message: str
+) -> None:
+    top = context(tmp_path, dockerfile, f="")
+    (top / "up").symlink_to("../../etc/passwd")
+    (top / "absolute").symlink_to("/etc/passwd")
+    with pytest.raises(error) as raised:
+        client.catalog.build_dockerfile(top, "bad")
+    assert message in str(raised.value)
+    if isinstance(raised.value, BuildFailed) and "exit 7" in dockerfile:
+        assert raised.value.details["exit_code"] == 7
+        assert raised.value.details["output"] == "last words\n"
+        assert raised.value.details["line"] == 2
+    assert [each.spec for each in client.list()] == []
