@@ -1,9 +1,10 @@
-/* A sandbox's way to the edge, as the kernel is told: one route and one chain, by netlink, in the net namespace that this thread is in.
+/* A sandbox's way to the edge, as the kernel is told: one address, one route and one chain, by netlink, in the net namespace that this thread is in.
  *
  * The route makes every IPv4 address a local one, so that whatever a program connects to arrives on lo; it speaks as 127.0.0.1. 127.0.0.0/8
- * has its own, more specific route and stays as it is. The chain hands over (TPROXY) what arrives for an address that isn't loopback's
- * to the edge's sockets: they keep the address and port that were asked for, nothing is translated, and so nothing is tracked:
- * connection tracking has one table for the whole host, which one sandbox could fill. IPv6 has no route: ENETUNREACH at once.
+ * has its own, more specific route and stays as it is, but for a second address, 127.0.0.2. The chain hands over (TPROXY) what arrives for
+ * an address that isn't loopback's to the edge's sockets: they keep the address and port that were asked for, nothing is translated, and so
+ * nothing is tracked: connection tracking has one table for the whole host, which one sandbox could fill. IPv6 has no route: ENETUNREACH at
+ * once.
  *
  *   1  tcp, not to 127.0.0.0/8                        -> the listener
  *   2  to 127.0.0.0/8 port 53, and somebody is there  -> leave it: a name server of the sandbox's own
@@ -15,6 +16,7 @@
  */
 #include <arpa/inet.h>
 #include <errno.h>
+#include <linux/if_addr.h>
 #include <linux/netfilter.h>
 #include <linux/netfilter/nf_tables.h>
 #include <linux/netfilter/nfnetlink.h>
@@ -102,15 +104,30 @@ static int ask(int fd, const struct message *m) {
     return result;
 }
 
-static int add_route(void) {
-    struct message m = {0};
+/* One more address of loopback's: C libraries that look whether there is IPv4 at all (AI_ADDRCONFIG) leave 127.0.0.1 out of account. Not one
+ * of the outside range: programs that find it here as their own, and connect to it, would reach the edge. */
+static void describe_address(struct message *m) {
+    const struct ifaddrmsg about = {.ifa_family = AF_INET, .ifa_prefixlen = 32, .ifa_scope = RT_SCOPE_HOST, .ifa_index = LOOPBACK_INDEX};
+    const uint32_t address = htonl(INADDR_LOOPBACK + 1);
+    begin(m, RTM_NEWADDR, NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE, &about, sizeof about);
+    attribute(m, IFA_LOCAL, &address, sizeof address);
+    end(m);
+}
+
+static void describe_route(struct message *m) {
     const struct rtmsg route = {
         .rtm_family = AF_INET, .rtm_table = RT_TABLE_LOCAL, .rtm_protocol = RTPROT_STATIC, .rtm_scope = RT_SCOPE_HOST, .rtm_type = RTN_LOCAL};
     const uint32_t device = LOOPBACK_INDEX, source = htonl(INADDR_LOOPBACK);
-    begin(&m, RTM_NEWROUTE, NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE, &route, sizeof route);
-    attribute(&m, RTA_OIF, &device, sizeof device);
-    attribute(&m, RTA_PREFSRC, &source, sizeof source);
-    end(&m);
+    begin(m, RTM_NEWROUTE, NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE, &route, sizeof route);
+    attribute(m, RTA_OIF, &device, sizeof device);
+    attribute(m, RTA_PREFSRC, &source, sizeof source);
+    end(m);
+}
+
+static int add_address_and_route(void) {
+    struct message m = {0};
+    describe_address(&m);
+    describe_route(&m);
     int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_ROUTE);
     if (fd < 0) return -errno;
     int error = ask(fd, &m);
@@ -298,7 +315,7 @@ static void describe(struct message *m, uint16_t tcp_port, uint16_t udp_port) {
 }
 
 int firewall_make(uint16_t tcp_port, uint16_t udp_port) {
-    int error = add_route();
+    int error = add_address_and_route();
     if (error) return error;
     struct message m = {0};
     describe(&m, tcp_port, udp_port);

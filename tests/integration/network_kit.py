@@ -57,6 +57,7 @@ class Outside:
         self.queries: list[bytes] = []
         self.held: list[socket.socket] = []
         self.hold = False
+        self.answer: Callable[[bytes], bytes] = b"answer to ".__add__
 
     def connected(self, connection: socket.socket, address: str, port: int) -> None:
         self.seen.append((address, port))
@@ -69,11 +70,19 @@ class Outside:
 
     def query(self, packet: bytes) -> bytes | None:
         self.queries.append(packet)
-        return None if packet == b"silence" else b"answer to " + packet
+        return None if packet == b"silence" else self.answer(packet)
 
     def close(self) -> None:
         for connection in self.held:
             connection.close()
+
+
+def a_record(query: bytes) -> bytes:
+    """DNS: 198.18.7.7 for every question of type A, nothing for others."""
+    end = query.index(b"\0", 12) + 5
+    is_a = query[end - 4 : end - 2] == b"\0\1"
+    record = b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + bytes((198, 18, 7, 7)) if is_a else b""
+    return query[:2] + b"\x84\x80\0\1" + (b"\0\1" if is_a else b"\0\0") + bytes(4) + query[12:end] + record
 
 
 class Box:

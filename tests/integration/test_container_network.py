@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from network_kit import Box, NetworkWatch, box_of, make, open_backend, spec, tracked_connections, until
+from network_kit import Box, NetworkWatch, a_record, box_of, make, open_backend, spec, tracked_connections, until
 
 from dsec.backends.container.backend import ContainerBackend
 from dsec.errors import Unavailable, Unsupported
@@ -67,6 +67,18 @@ async def test_the_c_library_asks_whatever_resolv_conf_says(box: Box, text: str 
     assert b"\4name\7example\0" in box.outside.queries[before]
 
 
+async def test_the_c_library_asks_for_ipv4_alone(backend: ContainerBackend) -> None:
+    """AI_ADDRCONFIG: where 127.0.0.1 is the only address of a machine, there is no IPv4 and nobody is asked."""
+    async with box_of(backend) as box:
+        box.outside.answer = a_record
+        lookup = "socket.getaddrinfo('name.example', 1, {family}, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG)[0][4][0]"
+        families = ("socket.AF_INET", "socket.AF_UNSPEC")
+        out = await box.python(f"print({', '.join(lookup.format(family=family) for family in families)})")
+        assert out == "198.18.7.7 198.18.7.7"
+        assert (await box.run("getent", "ahostsv4", "name.example")).startswith("198.18.7.7")
+        assert (await box.run("getent", "hosts", "name.example")).startswith("198.18.7.7")
+
+
 async def test_a_name_server_of_the_sandboxs_own_keeps_its_queries(backend: ContainerBackend) -> None:
     async with box_of(backend) as box:
         out = await box.python(
@@ -86,7 +98,7 @@ async def test_a_name_server_of_the_sandboxs_own_keeps_its_queries(backend: Cont
 async def test_loopback_is_the_sandboxs_own(box: Box) -> None:
     before = len(box.outside.seen)
     out = await box.python(
-        "for where in ('127.0.0.1', '127.9.9.9', '0.0.0.0', '::1'):\n"
+        "for where in ('127.0.0.1', '127.0.0.2', '127.9.9.9', '0.0.0.0', '::1'):\n"
         "    t = socket.create_server((where, 80), family=socket.AF_INET6 if ':' in where else socket.AF_INET)\n"
         "    a = dial(where, 80); b = t.accept()[0]; a.sendall(b'x' * 100000); a.close()\n"
         "    print(len(b.makefile().read())); t.close()\n"
@@ -95,7 +107,7 @@ async def test_loopback_is_the_sandboxs_own(box: Box) -> None:
         "print(fails(u.recv, 9))"
     )
     refused = "('ConnectionRefusedError', 111)"
-    assert out.split("\n") == ["100000"] * 4 + [f"{refused} {refused} ('OSError', 101)", refused]
+    assert out.split("\n") == ["100000"] * 5 + [f"{refused} {refused} ('OSError', 101)", refused]
     assert len(box.outside.seen) == before
 
 
