@@ -123,6 +123,8 @@ class ErofsMount(Struct, frozen=True):
     """Don't cache the image's own pages beside the files' (Linux 6.15); ignored where the kernel doesn't know it."""
     data: Path | None = None
     """The image's extra device."""
+    loops: bool = True
+    """Loop devices may stand in: not where reads of `data` raise events, which don't reach through them."""
 
     def describe(self) -> str:
         return f"erofs {self.image} on {self.target} (read-only)"
@@ -139,7 +141,7 @@ class ErofsMount(Struct, frozen=True):
         try:
             self._mount(self.image, *device)
         except KernelError as error:
-            if error.errno != errno.ENOTBLK:
+            if error.errno != errno.ENOTBLK or not self.loops:
                 raise
             with contextlib.ExitStack() as loops:
                 found = [

@@ -125,20 +125,31 @@ class LayerStore:
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir / "store" / "layers"
         self._scratch = state_dir / "store" / "tmp"
+        self._lazy: dict[str, LayerFiles] = {}
         self.root.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
+
+    def attach(self, digest: str, files: LayerFiles) -> None:
+        """From now on a layer that isn't here whole is where its data comes when it is read (`store.lazy`)."""
+        self._lazy[digest] = files
+
+    def is_lazy(self, digest: str) -> bool:
+        """Whether its data comes when it is read."""
+        return digest in self._lazy and not self.has(digest)
 
     def has(self, digest: str) -> bool:
         return DIGEST.fullmatch(digest) is not None and (self.root / digest).exists()
 
     def files(self, digest: str) -> LayerFiles:
-        """A layer's image and data. Raises `NotFound`."""
+        """A layer's image and data, with its manifest beside the image. Raises `NotFound`."""
         path = self.root / digest
         if self.has(digest):
             for image in (path / "meta.erofs", path / "layer.erofs"):
                 if image.exists():
                     data = path / "data"
                     return LayerFiles(image, data if data.exists() else None)
+        if digest in self._lazy:
+            return self._lazy[digest]
         raise NotFound(f"there is no layer {digest[:80]!r}", remedy="Build it again; its files are gone.")
 
     def meta(self, digest: str) -> LayerMeta:
@@ -147,9 +158,8 @@ class LayerStore:
 
     def manifest(self, digest: str) -> Manifest:
         """Raises `NotFound`, also for a whole image of the first version; `LayerCorrupt`."""
-        self.files(digest)
         try:
-            return decode_manifest((self.root / digest / "manifest.json").read_bytes(), digest)
+            return decode_manifest((self.files(digest).image.parent / "manifest.json").read_bytes(), digest)
         except FileNotFoundError:
             raise NotFound(
                 f"layer {digest} is of an older form, which has no manifest", remedy="Build it again."
@@ -319,12 +329,15 @@ class LayerMounts:
             plain = self.root / digest / "0"
             if plain not in self._mounted:
                 image, data = self._store.files(digest)
+                lazy = self._store.is_lazy(digest)
                 plain.mkdir(parents=True, exist_ok=True)
-                ErofsMount(image, plain, direct_io=True, data=data).mount()
+                # What was just filled is in the page cache: reading around it would wait for the disk.
+                ErofsMount(image, plain, direct_io=not lazy, data=data, loops=not lazy).mount()
                 self._mounted.add(plain)
-                thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)
-                self._warming[digest] = thread
-                thread.start()
+                if not lazy:
+                    thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)
+                    self._warming[digest] = thread
+                    thread.start()
             if target not in self._mounted:
                 target.mkdir(exist_ok=True)
                 idmap.place_clone(plain, target, uid_base, ID_COUNT)
