@@ -1,7 +1,8 @@
 """The composition: the only place that names concrete parts and reads the server's configuration.
 
 Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
-`DSEC_STORE` (the store that nodes share; default none), `DSEC_REGISTRY` (of images that don't name one). What
+`DSEC_STORE` (the store that nodes share; default none), `DSEC_CACHE_GIB` (of layers that are filled on demand; default
+64), `DSEC_REGISTRY` (of images that don't name one). What
 doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
 path, so that several servers fit on one host.
 """
@@ -15,6 +16,7 @@ import hashlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,7 +30,8 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2bConfig
 from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer
-from dsec.backends.container.backend import ContainerBackend, Host
+from dsec.backends.container.backend import ContainerBackend
+from dsec.backends.container.host import Host
 from dsec.backends.container.native import probe_network
 from dsec.builder.service import BuildService
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
@@ -51,12 +54,18 @@ from dsec.store.build import build_debian_layer
 from dsec.store.environments import DEFAULT, EnvironmentStore
 from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerMounts, LayerStore
+from dsec.store.lazy.cache import LazyCache
+from dsec.store.lazy.filler import Filler, serve_filler
+from dsec.store.lazy.service import LazyLayers
 from dsec.store.leases import Leases
+from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
 from dsec.store.shared import SharedLayers
 from dsec.store.views import Views
 from dsec.store.volume import Volume
 
+CACHE = Path("store", "lazy")
+"""Of layers that are filled on demand, below the state directory."""
 PROJECT = "default"
 """The project of the key that a one-node server makes for its own machine."""
 
@@ -72,6 +81,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """URL of the store that nodes share, as `open_store` takes it; empty: none."""
     registry: str = ""
     """Of images that don't name one."""
+    cache_bytes: int = 64 << 30
+    """Of data of layers that are filled on demand; the least recently used goes."""
 
     @property
     def instance(self) -> str:
@@ -84,7 +95,10 @@ def read_config(state: Path | None = None) -> Config:
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
     run = Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state)
     store, registry = os.environ.get("DSEC_STORE", ""), os.environ.get("DSEC_REGISTRY", "")
-    return Config(state=state, run=run, store=store, registry=registry)
+    cache_gib = os.environ.get("DSEC_CACHE_GIB") or "64"
+    if not cache_gib.isdecimal() or int(cache_gib) < 1:
+        raise InvalidRequest(f"DSEC_CACHE_GIB is {cache_gib!r}", remedy="It is a number of GiB, at least 1.")
+    return Config(state=state, run=run, store=store, registry=registry, cache_bytes=int(cache_gib) << 30)
 
 
 def read_e2b(config: Config) -> E2bConfig:
@@ -126,6 +140,14 @@ def open_host(config: Config) -> Host:
         ledger.record("favordynmods", str(groups.v2))
         with contextlib.suppress(KernelError):  # Linux before 6.0 has no such option
             groups.favor_moves()
+    shared = lazy = remote = None
+    if config.store:
+        store = open_store(config.store)
+        index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
+        shared = SharedLayers(store, environments.layers, index, Leases(store, SystemClock(), config.instance))
+        filler = [sys.executable, "-m", "dsec.cli.main", "filler", "--state", str(config.state)]
+        lazy = LazyLayers(cache=config.state / CACHE, run=config.run, filler=filler)
+        remote = RemoteCatalog(shared, environments, lazy, SystemClock(), f"{_node_name(config)}-lazy")
     return Host(
         state=config.state,
         run=config.run,
@@ -134,7 +156,28 @@ def open_host(config: Config) -> Host:
         layers=layers,
         views=Views(config.run),
         cgroups=groups,
+        shared=shared,
+        lazy=lazy,
+        remote=remote,
     )
+
+
+def run_filler(state: Path) -> int:
+    """Fill lazy layers until the holder ends or SIGTERM comes: the process that the server starts beside itself."""
+    configure("human", "info")
+    config = read_config(state)
+
+    async def fill() -> None:
+        store = open_store(config.store)
+        try:
+            cache = LazyCache(config.state / CACHE)
+            filler = Filler(cache, store, config.run / "holder.sock", SystemClock(), most_bytes=config.cache_bytes)
+            await serve_filler(filler, config.run / "fill.sock")
+        finally:
+            await store.close()
+
+    uvloop.run(fill())
+    return 0
 
 
 def _check_root() -> None:
@@ -183,6 +226,8 @@ async def open_edge(
             yield edge
         finally:
             await edge.close(keep=keep)
+            if host.shared is not None:
+                await host.shared.store.close()
             if not keep:
                 _remove_empty(config.run)
 
@@ -191,29 +236,25 @@ async def open_edge(
 async def open_layers(config: Config, edge: Edge, host: Host) -> AsyncIterator[LayerService]:
     """The layers and environments of this node, and the store that it shares with others, where there is one. Raises
     `InvalidRequest` for a bad `DSEC_STORE`, `Unavailable`."""
-    store = open_store(config.store) if config.store else None
-    shared = None
-    if store is not None:
-        index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
-        shared = SharedLayers(store, host.environments.layers, index, Leases(store, SystemClock(), config.instance))
+    service = LayerService(
+        host.environments,
+        shared=host.shared,
+        remote=host.remote,
+        used=edge.used_layers,
+        release=host.layers.unmount,
+        registry=config.registry or None,
+    )
+    keeping = asyncio.create_task(service.keep_used(_node_name(config), SystemClock()), name="layers in use")
     try:
-        service = LayerService(
-            host.environments,
-            shared=shared,
-            used=edge.used_layers,
-            release=host.layers.unmount,
-            registry=config.registry or None,
-        )
-        facts = msgspec.json.decode((config.state / "node.json").read_bytes(), type=dict[str, object])
-        node = hashlib.sha256(f"layers {facts['key']}".encode()).hexdigest()[:24]  # tells nobody the key
-        keeping = asyncio.create_task(service.keep_used(node, SystemClock()), name="layers in use")
-        try:
-            yield service
-        finally:
-            keeping.cancel()
+        yield service
     finally:
-        if store is not None:
-            await store.close()
+        keeping.cancel()
+
+
+def _node_name(config: Config) -> str:
+    """Names this node in the shared store; tells nobody its key."""
+    facts = msgspec.json.decode((config.state / "node.json").read_bytes(), type=dict[str, object])
+    return hashlib.sha256(f"layers {facts['key']}".encode()).hexdigest()[:24]
 
 
 def _remove_empty(top: Path) -> None:

@@ -288,6 +288,15 @@ class EnvironmentHost(Protocol):
         `create` get, and what callers are shown. Raises `EnvironmentNotFound`, `NotFound`, `InvalidRequest`."""
         ...
 
+    def knows(self, spec: SandboxSpec, project: str) -> bool:
+        """Whether all that `resolve` needs is on this node. Cheap."""
+        ...
+
+    async def learn(self, spec: SandboxSpec, project: str) -> None:
+        """Find out from the shared store what isn't known; what isn't there either `resolve` then misses. Raises
+        `Unavailable`, `LayerCorrupt`."""
+        ...
+
 
 class BlobInfo(Struct, frozen=True):
     """An object of a store."""

@@ -219,7 +219,7 @@ async def _main(root: Path, delay_s: float) -> None:
         SystemClock(),
         most_bytes=1 << 40,
     )
-    await filler.serve(made, root / "fill.sock")
+    await filler.serve_filler(made, root / "fill.sock")
 
 
 if __name__ == "__main__":

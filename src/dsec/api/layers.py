@@ -128,6 +128,7 @@ class Layers:
         elif x.scope["method"] == "DELETE":
             if not await asyncio.to_thread(self._service.environments.remove_layer_name, reference, project):
                 raise NotFound(f"the project has no layer {reference[:200]!r}")
+            await self._service.publish()
             await x.empty()
         else:
             x.only("GET", "DELETE")
@@ -232,6 +233,7 @@ class Layers:
         if x.scope["method"] == "DELETE":
             if not await asyncio.to_thread(self._service.environments.remove, name, project):
                 raise EnvironmentNotFound(f"the project has no environment {name[:200]!r}")
+            await self._service.publish()
             await x.empty()
             return
         found = self._service.environments.get(name, project)

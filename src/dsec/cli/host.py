@@ -54,6 +54,15 @@ def serve(  # noqa: PLR0917 (click passes by name)
     return app.serve(host=host, port=port, state=state, on_exit=on_exit, log_format=log_format, log_level=log_level)
 
 
+@click.command("filler", hidden=True)
+@click.option("--state", type=click.Path(path_type=Path), required=True)
+def filler(state: Path) -> int:
+    """Fill layers on demand: started by `dsec serve` beside itself."""
+    from dsec import app
+
+    return app.run_filler(state)
+
+
 @click.command("doctor")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory whose disk is looked at.")
 @json_option
@@ -179,4 +188,4 @@ def _needs_server(error: ImportError) -> Unsupported:
     )
 
 
-COMMANDS: tuple[click.Command, ...] = (serve, doctor, bench, host_group, version)
+COMMANDS: tuple[click.Command, ...] = (serve, filler, doctor, bench, host_group, version)

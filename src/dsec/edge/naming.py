@@ -19,7 +19,7 @@ from dsec.edge.client import BatchItem, Created
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox, info_of
-from dsec.edge.specs import differing_fields, resolve
+from dsec.edge.specs import differing_fields, learn, resolve
 from dsec.edge.tasks import Tasks, quiet
 from dsec.errors import Conflict, DsecError, InvalidRequest, SandboxLost
 from dsec.journal.records import BatchRecord, Journal, Record
@@ -61,6 +61,7 @@ class Naming:
 
     async def create(self, spec: SandboxSpec, project: str, deadline_s: float | None, key: str | None) -> Created:
         """See `EdgeClient.create`."""
+        await learn([spec], project, self._backends)
         if key is None:
             return await asyncio.shield(self._request(spec, project, deadline_s, None))
         resolve(spec, project, self._backends)  # what can't be made uses up no key
@@ -74,6 +75,7 @@ class Naming:
         """See `EdgeClient.create_many`."""
         if not 1 <= len(specs) <= self._config.max_batch:
             raise InvalidRequest(f"a batch has 1 to {self._config.max_batch} specs, this one has {len(specs)}")
+        await learn(specs, project, self._backends)
         ids: Sequence[str | None] = [None] * len(specs)
         fresh = False
         if key is not None:

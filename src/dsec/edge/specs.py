@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -50,6 +51,18 @@ def resolve(spec: SandboxSpec, project: str, backends: Mapping[str, Backend]) ->
         spec = replace(spec, user=spec.user or "root", workdir=spec.workdir or "/")
     backend.check(spec)
     return backend, spec
+
+
+async def learn(specs: Iterable[SandboxSpec], project: str, backends: Mapping[str, Backend]) -> None:
+    """Have the backends find out what environments and layers these specs mean that they don't know yet. A spec that
+    can't be learnt is `resolve`'s to refuse. Raises `Unavailable`, `LayerCorrupt`."""
+    missing: dict[tuple[str, tuple[str, ...]], tuple[EnvironmentHost, SandboxSpec]] = {}
+    for spec in specs:
+        backend = backends.get(spec.backend)
+        if isinstance(backend, EnvironmentHost) and not backend.knows(spec, project):
+            missing[spec.environment, tuple(spec.layers)] = (backend, spec)
+    if missing:
+        await asyncio.gather(*(backend.learn(spec, project) for backend, spec in missing.values()))
 
 
 def differing_fields(one: SandboxSpec, other: SandboxSpec) -> list[str]:

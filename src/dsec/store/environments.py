@@ -113,6 +113,26 @@ class EnvironmentStore:
         self._environments.refresh()
         self._layer_names.refresh()
 
+    # --- of other nodes ---
+
+    def learn(self, item: Environment | LayerName) -> None:
+        """Know a name that another node made."""
+        if isinstance(item, Environment):
+            self._environments.learn(item)
+        else:
+            self._layer_names.learn(item)
+
+    def forget(self, item: Environment | LayerName) -> None:
+        """The other node has it no more."""
+        if isinstance(item, Environment):
+            self._environments.forget(item.name, item.project)
+        else:
+            self._layer_names.forget(item.name, item.project)
+
+    def own_names(self) -> Sequence[Environment | LayerName]:
+        """What was named on this node."""
+        return [*self._environments.own(), *self._layer_names.own()]
+
     # --- environments ---
 
     def put(

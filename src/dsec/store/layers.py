@@ -154,7 +154,12 @@ class LayerStore:
 
     def meta(self, digest: str) -> LayerMeta:
         """Raises `NotFound`."""
-        return msgspec.json.decode((self.files(digest).image.parent / "meta.json").read_bytes(), type=LayerMeta)
+        try:
+            return msgspec.json.decode((self.files(digest).image.parent / "meta.json").read_bytes(), type=LayerMeta)
+        except FileNotFoundError:  # it is lazy
+            manifest = self.manifest(digest)
+            size = manifest.metadata_bytes + manifest.data_bytes
+            return LayerMeta(digest=digest, kind=manifest.kind, size_bytes=size, hot=manifest.hot)
 
     def manifest(self, digest: str) -> Manifest:
         """Raises `NotFound`, also for a whole image of the first version; `LayerCorrupt`."""

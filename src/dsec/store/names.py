@@ -50,6 +50,8 @@ class Names(Generic[N]):
         self._lock = threading.Lock()
         root.mkdir(parents=True, exist_ok=True)
         self._known: dict[tuple[str, str], N] = {}
+        self._learnt: dict[tuple[str, str], N] = {}
+        """Of other nodes: never on this one's disk, and after its own."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -75,23 +77,36 @@ class Names(Generic[N]):
             fresh.rename(path)
             self._known[item.project, item.name] = item
 
+    def learn(self, item: N) -> None:
+        """Know what another node has under a name."""
+        self._learnt[item.project, item.name] = item
+
+    def forget(self, name: str, project: str) -> None:
+        """Another node has it no more."""
+        self._learnt.pop((project, name), None)
+
+    def own(self) -> list[N]:
+        """Those that were made on this node."""
+        return list(self._known.values())
+
     def find(self, name: str, project: str | None) -> N | None:
         """What `project` means by a name. No I/O for one that is known; an unknown one may have been made by another
         process since, so the disk is looked at."""
         owners = ("",) if project is None else (project, "")
-        for look in (self._known_as, self._look_again):
+        for look in (self._known_as, self._look_again, self._learnt_as):
             for owner in owners:
                 found = look(owner, name)
                 if found is not None:
                     return found
         # Another's, the first by the owner's name: so that the answer doesn't depend on the order in which they came.
-        others = [item for (_, known), item in sorted(self._known.items()) if known == name and may_read(item, project)]
+        known = sorted((self._learnt | self._known).items())
+        others = [item for (_, each), item in known if each == name and may_read(item, project)]
         return others[0] if others else None
 
     def list(self, project: str | None) -> list[N]:
         """What a project may read, by name."""
         return sorted(
-            (item for item in list(self._known.values()) if may_read(item, project)),
+            (item for item in (self._learnt | self._known).values() if may_read(item, project)),
             key=lambda item: (item.name, item.project),
         )
 
@@ -106,6 +121,9 @@ class Names(Generic[N]):
 
     def _known_as(self, project: str, name: str) -> N | None:
         return self._known.get((project, name))
+
+    def _learnt_as(self, project: str, name: str) -> N | None:
+        return self._learnt.get((project, name))
 
     def _look_again(self, project: str, name: str) -> N | None:
         try:

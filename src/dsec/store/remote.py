@@ -10,26 +10,31 @@ Keys: `names/environments/<name>/<project>`, `names/layers/<name>/<project>`, pe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from dsec.errors import DsecError, EnvironmentNotFound, NotFound
-from dsec.ports import BlobStore
+from dsec.errors import DsecError, EnvironmentNotFound, NotFound, Unavailable
+from dsec.ports import Clock
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.environments import SCRATCH, Environment, EnvironmentStore, LayerName
 from dsec.store.format import is_layer
 from dsec.store.layers import LayerFiles
 from dsec.store.lazy.service import LazyLayers
+from dsec.store.leases import RENEW_S
 from dsec.store.names import may_read
+from dsec.store.shared import SharedLayers
 
 log = logging.getLogger(__name__)
 
 N = TypeVar("N", Environment, LayerName)
+FRESH_S = 10.0
+"""A name of another node's is looked for anew after so long."""
 _LONGEST = 200
 
 
@@ -45,26 +50,74 @@ def _part(text: str) -> str:
 class RemoteCatalog:
     """The store's names and layers, for one node."""
 
-    def __init__(self, store: BlobStore, environments: EnvironmentStore, lazy: LazyLayers | None) -> None:
-        """`lazy`: None where this node can't fill layers on demand; then only names are learnt."""
-        self._store = store
+    def __init__(
+        self, shared: SharedLayers, environments: EnvironmentStore, lazy: LazyLayers, clock: Clock, node: str
+    ) -> None:
+        """`node`: names this node in the store."""
+        self._shared = shared
+        self._store = shared.store
         self._environments = environments
-        self._lazy = lazy
+        self._lazy: LazyLayers | None = lazy
+        self._clock = clock
+        self._node = node
+        self._used: set[str] = set()
+        """Layers whose data this node may still want from the store."""
+        self._renewing: asyncio.Task[None] | None = None
+        self._learnt: dict[tuple[str, str, str], float] = {}
+        """When a name was looked for last, by kind, name and project."""
         self._published: dict[str, bytes] = {}
         self._publishing = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Hold on to the layers that are mounted already. Raises `Unavailable`."""
+        if self._lazy is not None and self._lazy.mounted():
+            await self._use(self._lazy.mounted())
+        self._renewing = asyncio.create_task(self._renew(), name="lease of layers")
+
+    async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+
+    def fill_whole(self) -> None:
+        """This node can't fill on demand: layers are fetched whole before they are used."""
+        self._lazy = None
+
+    async def _use(self, layers: Iterable[str]) -> None:
+        """No one may delete these from the store."""
+        if not self._used.issuperset(layers):
+            self._used.update(layers)
+            await self._shared.leases.use(self._node, self._used)
+
+    async def _renew(self) -> None:
+        while True:
+            await self._clock.sleep(RENEW_S)
+            if self._used:
+                try:
+                    await self._shared.leases.use(self._node, self._used)
+                except DsecError as error:
+                    log.warning("the lease of this node's layers can't be renewed: %s", error)
+
+    async def roots(self) -> set[str]:
+        """Every layer that a name in the store stands for, whoever published it. Raises `Unavailable`."""
+        found: set[str] = set()
+        async for info in self._store.list("names/"):
+            if info.key.startswith("names/environments/"):
+                environment = await self._read(info.key, Environment)
+                found.update(environment.layers if environment else ())
+            else:
+                named = await self._read(info.key, LayerName)
+                found.update([named.layer] if named else ())
+        return found
 
     async def publish(self) -> None:
         """Bring what changed of this node's names into the store. Raises `Unavailable`."""
         async with self._publishing:
             now: dict[str, bytes] = {}
-            for top, items in (
-                ("environments", self._environments.list(None)),
-                ("layers", self._environments.layer_names(None)),
-            ):
-                for item in items:
-                    if item.project:
-                        key = f"names/{top}/{_part(item.name)}/{_part(item.project)}"
-                        now[key] = msgspec.json.encode(item)
+            for item in self._environments.own_names():
+                if item.project:
+                    top = "environments" if isinstance(item, Environment) else "layers"
+                    now[f"names/{top}/{_part(item.name)}/{_part(item.project)}"] = msgspec.json.encode(item)
             for key, data in now.items():
                 if self._published.get(key) != data:
                     await self._store.put(key, data)
@@ -74,6 +127,10 @@ class RemoteCatalog:
 
     def knows(self, spec: SandboxSpec, project: str) -> bool:
         """Whether a sandbox of this spec needs nothing from the store. Cheap."""
+        names = [("environments", spec.environment), *(("layers", each) for each in spec.layers)]
+        now = self._clock.monotonic()
+        if any(now - self._learnt.get((top, name, project), now) > FRESH_S for top, name in names):
+            return False
         try:
             for layer in self._environments.resolve(spec, project).layers:
                 self._environments.layers.files(layer)
@@ -87,66 +144,77 @@ class RemoteCatalog:
         await self._learn_environment(spec.environment, project)
         for reference in spec.layers:
             await self._learn_layer(reference, project)
-        try:
-            layers = self._environments.resolve(spec, project).layers
-        except (NotFound, EnvironmentNotFound):
-            return
-        await asyncio.gather(*(self._attach(layer) for layer in layers))
 
     async def _learn_environment(self, name: str, project: str) -> None:
         if name == SCRATCH:
             return
-        try:
+        environment: Environment | None = None
+        with contextlib.suppress(EnvironmentNotFound):
             environment = self._environments.get(name, project)
-        except EnvironmentNotFound:
-            found = await self._find("environments", name, project, Environment)
-            if found is None:
-                return
-            environment = found
+        if environment is None or ("environments", name, project) in self._learnt:
+            environment = await self._look("environments", name, project, Environment, environment)
+        if environment is not None:
             await self._attach_all(environment.layers)
-            await asyncio.to_thread(self._environments.keep, environment)
-        await self._attach_all(environment.layers)
 
     async def _learn_layer(self, reference: str, project: str) -> None:
+        layer = None
         try:
             layer = self._environments.find_layer(reference, project)
         except NotFound:
             if is_layer(reference):
                 return  # a digest is theirs to use where a name stands for it, and this node knows of none
-            found = await self._find("layers", reference, project, LayerName)
-            if found is None:
-                return
-            layer = found.layer
-            await self._attach(layer)
-            await asyncio.to_thread(self._environments.keep, found)
-        await self._attach(layer)
+        if layer is None or ("layers", reference, project) in self._learnt:
+            old = LayerName(name=reference, layer=layer, project=project) if layer else None
+            found = await self._look("layers", reference, project, LayerName, old)
+            layer = found.layer if found is not None else None
+        if layer is not None:
+            await self._attach_all([layer])
 
-    async def _find(self, top: str, name: str, project: str, kind: type[N]) -> N | None:
-        """What `project` means by a name: its own, else the first that it may read."""
-        found = []
-        async for info in self._store.list(f"names/{top}/{_part(name)}/"):
-            try:
-                item = msgspec.json.decode(await self._store.get(info.key), type=kind)
-            except (NotFound, msgspec.MsgspecError) as error:
-                log.warning("%s: %s", info.key, error)
-                continue
-            if item.name == name and may_read(item, project):
-                found.append(item)
-        return min(found, key=lambda item: (item.project != project, item.project), default=None)
+    async def _look(self, top: str, name: str, project: str, kind: type[N], old: N | None) -> N | None:
+        """What `project` means by a name, in the store: its own, else the first that it may read. Where the store can't
+        be asked, what was known before holds."""
+        found: list[N] = []
+        try:
+            async for info in self._store.list(f"names/{top}/{_part(name)}/"):
+                item = await self._read(info.key, kind)
+                if item is not None and item.name == name and may_read(item, project):
+                    found.append(item)
+        except Unavailable:
+            if old is None:
+                raise
+            return old
+        if not found:
+            if old is not None:
+                self._environments.forget(old)
+            return None
+        best = min(found, key=lambda item: (item.project != project, item.project))
+        if best != old:
+            await self._attach_all(best.layers if isinstance(best, Environment) else [best.layer])
+            self._environments.learn(best)
+        self._learnt[top, name, project] = self._clock.monotonic()
+        return best
 
-    async def _attach_all(self, layers: Sequence[str]) -> None:
-        await asyncio.gather(*(self._attach(layer) for layer in layers))
+    async def _read(self, key: str, kind: type[N]) -> N | None:
+        try:
+            return msgspec.json.decode(await self._store.get(key), type=kind)
+        except (NotFound, msgspec.MsgspecError) as error:
+            log.warning("%s: %s", key, error)
+            return None
+
+    async def _attach_all(self, layers: Iterable[str]) -> None:
+        """Have layers that aren't on this node filled on demand, those that the store has."""
+        own = self._environments.layers
+        missing = [layer for layer in layers if not own.has(layer) and not own.is_lazy(layer)]
+        if missing:
+            await self._use(missing)
+            await asyncio.gather(*(self._attach(layer) for layer in missing))
 
     async def _attach(self, layer: str) -> None:
-        """Have a layer that isn't on this node filled on demand, if the store has it."""
-        layers = self._environments.layers
-        if self._lazy is None or layers.has(layer) or layers.is_lazy(layer):
-            return
         try:
+            if self._lazy is None:
+                await self._shared.pull(layer)
+                return
             files = await self._lazy.attach(layer)
         except NotFound:
             return
-        except DsecError as error:
-            log.warning("layer %s: %s", layer, error)
-            raise
-        layers.attach(layer, LayerFiles(files.image, files.data))
+        self._environments.layers.attach(layer, LayerFiles(files.image, files.data))

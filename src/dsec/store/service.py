@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, TooLarge, Unavailable
 from dsec.ports import Clock
+from dsec.spec.sandbox import SandboxSpec
 from dsec.store.archive import read_layer
-from dsec.store.environments import Environment, EnvironmentStore
+from dsec.store.environments import SCRATCH, Environment, EnvironmentStore
 from dsec.store.format import ImageConfig, Kind, check_chunk
 from dsec.store.image import ImageSource, Platform
 from dsec.store.importer import Imported, Importer
@@ -29,6 +30,7 @@ from dsec.store.leases import RENEW_S
 from dsec.store.merge import export_layer, merge_layers
 from dsec.store.oci import LocalSource
 from dsec.store.registry import RegistrySource, docker_credentials, parse_reference
+from dsec.store.remote import RemoteCatalog
 from dsec.store.shared import Progress, SharedLayers, quiet
 from dsec.store.tree import Node, directory
 
@@ -68,6 +70,7 @@ class LayerService:
         environments: EnvironmentStore,
         *,
         shared: SharedLayers | None = None,
+        remote: RemoteCatalog | None = None,
         used: Callable[[], set[str] | None] = set,
         release: Callable[[str], None] = lambda layer: None,
         registry: str | None = None,
@@ -77,6 +80,7 @@ class LayerService:
         self.environments = environments
         self.layers = environments.layers
         self.shared = shared
+        self._remote = remote
         self._used = used
         self._release = release
         self._registry = registry
@@ -137,6 +141,7 @@ class LayerService:
                 found = await Importer(self.layers).run(source, platform, "base", progress)
                 await self.share(found.layers, progress)
                 await asyncio.to_thread(then, found)
+                await self.publish()
                 return found
         finally:
             await source.close()
@@ -183,6 +188,7 @@ class LayerService:
             meta = await asyncio.to_thread(build)
             await self.share([meta.digest], progress)
             await asyncio.to_thread(then, meta)
+            await self.publish()
             return meta
 
     async def merge(
@@ -200,6 +206,7 @@ class LayerService:
             meta = await asyncio.to_thread(merge_layers, self.layers, layers, kind)
             await self.share([meta.digest], progress)
             await asyncio.to_thread(then, meta)
+            await self.publish()
             return meta
 
     async def spool(self, chunks: AsyncIterator[bytes], into: Path, progress: Progress = quiet) -> int:
@@ -215,6 +222,11 @@ class LayerService:
                         raise TooLarge("the server's disk has no room for this archive")
                     progress("receiving", size)
         return size
+
+    async def publish(self) -> None:
+        """Let other nodes know what this one's names mean now. Raises `Unavailable`."""
+        if self._remote is not None:
+            await self._remote.publish()
 
     async def share(self, layers: Sequence[str], progress: Progress) -> None:
         """Push them (top first) to the shared store, where there is one."""
@@ -237,12 +249,18 @@ class LayerService:
         """Make or replace an environment of layers by name or digest, or of other environments' layers
         (`env:NAME`), top first. Raises `NotFound`, `EnvironmentNotFound`, `InvalidRequest`."""
         layers: list[str] = []
+        if self._remote is not None:
+            named = [each for each in references if not each.startswith("env:")]
+            await self._remote.learn(SandboxSpec(environment=SCRATCH, layers=named), project)
+            for each in references:
+                if each.startswith("env:"):
+                    await self._remote.learn(SandboxSpec(environment=each.removeprefix("env:")), project)
         for each in references:
             if each.startswith("env:"):
                 layers += self.environments.get(each.removeprefix("env:"), project).layers
             else:
                 layers.append(self.environments.find_layer(each, project))
-        return await asyncio.to_thread(
+        environment = await asyncio.to_thread(
             self.environments.put,
             name,
             list(dict.fromkeys(layers)),
@@ -253,6 +271,8 @@ class LayerService:
             project=project,
             readers=readers,
         )
+        await self.publish()
+        return environment
 
     # --- looking ---
 
@@ -261,7 +281,7 @@ class LayerService:
         await asyncio.to_thread(self.environments.refresh)
         found = []
         for digest in sorted(self.environments.visible_layers(project)):
-            if self.layers.has(digest):
+            if self.layers.has(digest) or self.layers.is_lazy(digest):
                 found.append(self._brief(digest, project))
         return sorted(found, key=lambda info: info.created_at)
 
@@ -381,6 +401,9 @@ class LayerService:
             freed = sum(meta.size_bytes for meta in garbage)
             if self.shared is not None:
                 roots = self.environments.visible_layers(None) | used
+                if self._remote is not None:
+                    await self._remote.publish()
+                    roots |= await self._remote.roots()
                 freed += await self.shared.collect(roots, least_age_s=least_age_s, now=time.time(), progress=progress)
             return freed
         finally:

@@ -17,24 +17,22 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
+from dsec.backends.container.host import Host
 from dsec.backends.container.instance import ContainerInstance
 from dsec.backends.container.native import build_native, missing_for_network
 from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, ZygoteState, start_zygote
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, Unavailable, Unsupported
-from dsec.kernel.cgroup_pool import CgroupPool
-from dsec.kernel.cgroups import CgroupRoot, Shape, Slot
+from dsec.kernel.cgroups import Shape, Slot
 from dsec.ports import Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
-from dsec.store.environments import EnvironmentStore
-from dsec.store.layers import ID_COUNT, LayerMounts
-from dsec.store.views import CpuPicker, Views, make_dev, remove_dev
-from dsec.store.volume import Volume
+from dsec.store.layers import ID_COUNT
+from dsec.store.views import remove_dev
 
 log = logging.getLogger(__name__)
 
@@ -46,31 +44,6 @@ _EXIT_WAIT_S = 10.0
 _SWEEP_EVERY = 64
 _NOBODY = "0" * 24
 """An id that no sandbox has."""
-
-
-class Host:
-    """What the backend stands on: the parts of one node, opened by `dsec.app`."""
-
-    def __init__(
-        self,
-        *,
-        state: Path,
-        run: Path,
-        volume: Volume,
-        environments: EnvironmentStore,
-        layers: LayerMounts,
-        views: Views,
-        cgroups: CgroupRoot,
-    ) -> None:
-        self.state = state
-        self.run = run
-        self.volume = volume
-        self.environments = environments
-        self.layers = layers
-        self.views = views
-        self.pool = CgroupPool(cgroups)
-        self.picker = CpuPicker()
-        self.dev = make_dev(run)
 
 
 class ContainerBackend:
@@ -119,6 +92,7 @@ class ContainerBackend:
 
     async def open(self, known: dict[str, Handle]) -> dict[str, ContainerInstance | InstanceEnd]:
         state = await self._connect()
+        trusted = await self.host.open_lazy(await asyncio.to_thread(build_native, self.host.state) / "holder")
         slots = await asyncio.to_thread(
             self.host.pool.open, {handle["slot"]: sandbox_id for sandbox_id, handle in known.items() if handle}
         )
@@ -130,6 +104,9 @@ class ContainerBackend:
         if self._fresh:
             found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the zygote was gone when the server came back"))
         for sandbox_id, handle in alive.items():
+            if handle.get("lazy") and not trusted:
+                found[sandbox_id] = InstanceEnd(Cause.INFRA_IMAGE, "what filled its files was gone for a while")
+                continue
             try:
                 found[sandbox_id] = await self._adopt(sandbox_id, handle, slots[handle["slot"]])
             except DsecError as error:
@@ -183,6 +160,8 @@ class ContainerBackend:
         await asyncio.to_thread(self.host.volume.close, keep=keep)
         if not keep:
             await asyncio.to_thread(self.host.layers.unmount_all)
+        await self.host.close_lazy(keep=keep)
+        if not keep:
             self.host.views.remove()
             remove_dev(self.host.run)
             for name in ("zygote.sock", "zygote.version"):
@@ -205,6 +184,15 @@ class ContainerBackend:
         """As `ports.EnvironmentHost`."""
         return self.host.environments.resolve(spec, project)
 
+    def knows(self, spec: SandboxSpec, project: str) -> bool:
+        """As in `ports.EnvironmentHost`."""
+        return self.host.remote is None or self.host.remote.knows(spec, project)
+
+    async def learn(self, spec: SandboxSpec, project: str) -> None:
+        """As in `ports.EnvironmentHost`."""
+        if self.host.remote is not None:
+            await self.host.remote.learn(spec, project)
+
     def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
         cpus = self._cpus[sandbox_id] = self.host.picker.pick(spec.cpus)
         return {
@@ -214,6 +202,7 @@ class ContainerBackend:
             "cpus": spec.cpus,
             "affinity": cpus,
             "id_base": ID_BASE + tenant * ID_COUNT,
+            "lazy": [digest for digest in spec.layers if self.host.environments.layers.is_lazy(digest)],
         }
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:
@@ -259,7 +248,7 @@ class ContainerBackend:
         spawned = await asyncio.shield(spawning)
         del self._spawning[sandbox_id]
         answered = self._clock.monotonic()
-        instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes, fresh=True)
+        instance = await self._serve(sandbox_id, spawned, slot, spec.disk_bytes, handle["lazy"], fresh=True)
         if self._zygote is not zygote:  # `_on_lost` did not know of this one yet
             raise Unavailable("the zygote died while the sandbox was made")
         instance.phases_s = {
@@ -290,7 +279,14 @@ class ContainerBackend:
         return self._zygote
 
     async def _serve(
-        self, sandbox_id: str, spawned: Spawned, slot: Slot, disk_bytes: int, *, fresh: bool = False
+        self,
+        sandbox_id: str,
+        spawned: Spawned,
+        slot: Slot,
+        disk_bytes: int,
+        layers: Sequence[str],
+        *,
+        fresh: bool = False,
     ) -> ContainerInstance:
         if spawned.pidfd >= 0:
             os.close(spawned.pidfd)  # cgroups and the zygote's word do better
@@ -309,6 +305,7 @@ class ContainerBackend:
             disk_used=self.host.volume.used_bytes,
             disk_limit_bytes=disk_bytes,
             network_sockets=self._network_sockets,
+            image_failures=self.host.image_failures(layers),
         )
         self._instances[sandbox_id] = instance
         return instance
@@ -323,7 +320,7 @@ class ContainerBackend:
         frozen = slot.frozen
         if frozen:  # its guest has to answer once
             slot.freeze(False)
-        instance = await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"])
+        instance = await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"], handle.get("lazy", []))
         if frozen:
             instance.freeze(True)
         return instance

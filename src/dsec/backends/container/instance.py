@@ -6,6 +6,8 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
+
 from dsec.backends.container.network import Connected, NetworkSockets, Query
 from dsec.channel import SocketChannel
 from dsec.errors import SandboxNotFound
@@ -21,6 +23,7 @@ class ContainerInstance:
         "_disk_limit_bytes",
         "_disk_used",
         "_end",
+        "_image_failures",
         "_network",
         "_network_lock",
         "_network_sockets",
@@ -43,6 +46,7 @@ class ContainerInstance:
         disk_used: Callable[[str], int],
         disk_limit_bytes: int,
         network_sockets: Callable[[str], Awaitable[tuple[socket.socket, socket.socket]]],
+        image_failures: Callable[[], int],
     ) -> None:
         self._sandbox_id = sandbox_id
         self._channel = channel
@@ -56,6 +60,7 @@ class ContainerInstance:
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
         self._disk_used = disk_used
         self._network_sockets = network_sockets
+        self._image_failures = image_failures
         self._network: NetworkSockets | None = None
         self._network_lock = asyncio.Lock()
         self._disk_limit_bytes = disk_limit_bytes
@@ -73,7 +78,9 @@ class ContainerInstance:
         return asyncio.shield(self._end)
 
     def usage(self) -> Usage:
-        return self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
+        usage = self.slot.usage(self._disk_used(self._sandbox_id), self._disk_limit_bytes)
+        failures = self._image_failures()
+        return replace(usage, image_failures=failures) if failures else usage
 
     def freeze(self, frozen: bool) -> None:
         """As in `ports.WatchedHost`."""

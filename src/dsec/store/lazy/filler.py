@@ -384,7 +384,7 @@ class Filler:
             writer.write(msgspec.json.encode(event) + b"\n")
 
 
-async def serve(filler: Filler, control: Path) -> None:
+async def serve_filler(filler: Filler, control: Path) -> None:
     """Run until SIGTERM, or until the holder is gone."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

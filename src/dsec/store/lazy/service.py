@@ -62,6 +62,7 @@ class LazyLayers:
         self._program: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._kept: tuple[int, int] | None = None
+        self._mounted: set[str] = set()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
@@ -83,16 +84,25 @@ class LazyLayers:
         self._cache.mkdir(parents=True, exist_ok=True)
         self._marked.mkdir(exist_ok=True)
         trusted = True
+        self._mounted = {self._layer_of(mount) for mount in mounts.mounted()} - {""}
         if mounts.find_mount(self._marked) is None:
             syscalls.mount(self._cache, self._marked, None, syscalls.MS_BIND)
         try:
             await asyncio.to_thread(self._keep)
         except Unavailable:
-            trusted = not any(f"{self._marked}/" in option for m in mounts.mounted() for option in m.super_options)
+            trusted = not self._mounted
             await asyncio.to_thread(self._start_holder)
         self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
         await asyncio.wait_for(self._ready.wait(), _START_S)
         return trusted
+
+    def mounted(self) -> set[str]:
+        """The layers that were mounted from here when it was opened."""
+        return self._mounted
+
+    def _layer_of(self, mount: mounts.MountInfo) -> str:
+        prefix = f"device={self._marked}/"
+        return next((o[len(prefix) :].split("/")[0] for o in mount.super_options if o.startswith(prefix)), "")
 
     async def close(self, *, keep: bool) -> None:
         """`keep`: holder and filler go on for the sandboxes that do; else both end. Nothing may be mounted then."""

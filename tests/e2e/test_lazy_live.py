@@ -1,0 +1,139 @@
+"""Two nodes and the store that they share: what one imports the other starts, and fetches as it is read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from image_kit import tar
+
+from dsec import Client
+from dsec.spec.causes import Cause
+from server_kit import Server, serving
+
+pytestmark = pytest.mark.root
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+def node(debian_store: Path, root: Path) -> Path:
+    state = root / "state"
+    state.mkdir(mode=0o700)
+    shutil.copytree(debian_store, state / "store", copy_function=os.link)
+    (debian_store.parent / "native").mkdir(exist_ok=True)
+    (state / "native").symlink_to(debian_store.parent / "native")
+    return state
+
+
+@pytest.fixture(scope="module")
+def second_state(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return node(debian_store, tmp_path_factory.mktemp("second"))
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    debian_store: Path, shared: Path, second_state: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Server]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_STORE", str(shared))
+        with serving(node(debian_store, tmp_path_factory.mktemp("first"))) as first, serving(second_state) as second:
+            yield first, second
+
+
+@pytest.fixture
+def clients(nodes: tuple[Server, Server]) -> Iterator[tuple[Client, Client]]:
+    first, second = (server.endpoint() for server in nodes)
+    with Client(first.url, first.api_key) as one, Client(second.url, second.api_key) as two:
+        yield one, two
+
+
+def publish(client: Client, tmp_path: Path, name: str) -> dict[str, bytes]:
+    """An environment of the default one and a layer with files of 1 MiB."""
+    files = {f"data{index}": os.urandom(MIB) for index in range(6)}
+    archive = tmp_path / f"{name}.tar"
+    archive.write_bytes(tar(*files.items()))
+    client.catalog.build(archive, f"{name}-files@1", at="/data")
+    client.catalog.create_environment(name, [f"{name}-files@1", "env:debian"])
+    return files
+
+
+def test_the_other_node_starts_it_and_fetches_what_is_read(
+    clients: tuple[Client, Client], second_state: Path, tmp_path: Path
+) -> None:
+    one, two = clients
+    files = publish(one, tmp_path, "lazy")
+    with two.create("lazy") as sandbox:
+        assert sandbox.files.read_bytes("/data/data3") == files["data3"]
+        cache = next(path for path in (second_state / "store" / "lazy").iterdir() if path.name != "tmp")
+        filled = (cache / "data").stat().st_blocks * 512
+        assert MIB <= filled <= 3 * MIB
+        assert {name: sandbox.files.read_bytes(f"/data/{name}") for name in files} == files
+
+
+def test_the_filler_and_the_holder_are_killed_while_a_sandbox_reads(
+    nodes: tuple[Server, Server], clients: tuple[Client, Client], tmp_path: Path
+) -> None:
+    one, two = clients
+    files = publish(one, tmp_path, "killed")
+    with two.create("killed") as sandbox:
+        for name, victim in (("data0", "filler"), ("data1", "holder"), ("data2", "filler")):
+            for pid in processes(nodes[1], victim):
+                os.kill(pid, signal.SIGKILL)
+            assert sandbox.files.read_bytes(f"/data/{name}") == files[name]
+
+
+def test_a_store_that_is_gone_is_the_platforms_fault(
+    clients: tuple[Client, Client], shared: Path, tmp_path: Path
+) -> None:
+    one, two = clients
+    files = publish(one, tmp_path, "gone")
+    with two.create("gone") as sandbox:
+        (shared / "packs").rename(shared / "elsewhere")
+        try:
+            result = sandbox.commands.run(["cat", "/data/data0"])
+            assert (result.exit_code, result.cause, result.infra) == (1, Cause.INFRA_IMAGE, True)
+        finally:
+            (shared / "elsewhere").rename(shared / "packs")
+        assert sandbox.commands.run(["cat", "/data/data0"]).stdout_bytes == files["data0"]
+
+
+def test_a_name_that_another_node_changes_means_the_new_thing_soon(
+    clients: tuple[Client, Client], tmp_path: Path
+) -> None:
+    one, two = clients
+    publish(one, tmp_path, "old")
+    two.create("old").kill()
+    one.catalog.create_environment("old", ["env:debian"])
+    deadline = time.monotonic() + 60
+    while True:
+        with two.create("old") as sandbox:
+            if not sandbox.files.exists("/data"):
+                break
+        assert time.monotonic() < deadline
+        time.sleep(2)
+
+
+def processes(server: Server, what: str) -> list[int]:
+    """The holder or the filler of a server."""
+    state = os.fsencode(server.state)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            ours = state in words if what == "filler" else words[0].startswith(state + b"/native")
+            if ours and (what.encode() in words or words[0].endswith(b"/" + what.encode())):
+                found.append(int(entry.name))
+    return found
