@@ -3,6 +3,7 @@ operator lets sandboxes reach them by name."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import socketserver
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import dsec
 from server_kit import Server
@@ -17,6 +19,42 @@ from server_kit import Server
 ECHO = 9000
 FLOOD = 9001
 FLOOD_BYTES = 64 << 20
+
+PRELUDE = """
+import json, socket, ssl, struct, sys, threading, time
+def tcp(name, port, timeout=5):
+    try:
+        return socket.create_connection((name, port), timeout)
+    except OSError as error:
+        return type(error).__name__
+def reach(name, port):
+    s = tcp(name, port)
+    if isinstance(s, str):
+        return s
+    try:
+        s.sendall(b"hello")
+        return s.recv(100).decode("latin-1")
+    except OSError as error:
+        return type(error).__name__
+def talk(name, port, data, end=False):
+    s = tcp(name, port)
+    if isinstance(s, str):
+        return s
+    got = b""
+    try:
+        s.sendall(data)
+        if end:
+            s.shutdown(socket.SHUT_WR)
+        while True:
+            some = s.recv(65536)
+            if not some:
+                return got.decode("latin-1")
+            got += some
+            if not end and (b"\\r\\n\\r\\nok" in got or b"reason" in got):
+                return got.decode("latin-1")
+    except OSError as error:
+        return got.decode("latin-1") + type(error).__name__
+"""
 
 
 class Outside:
@@ -145,3 +183,27 @@ def world(state: Path) -> Iterator[World]:
         endpoint = server.endpoint()
         client = undo.enter_context(dsec.Client(endpoint.url, endpoint.api_key))
         yield World(outside, server, client)
+
+
+def inside(box: dsec.Sandbox, code: str) -> Any:
+    """What a program inside finds: the value of `found`."""
+    program = f"{PRELUDE}\n{code}\nprint(json.dumps(found))"
+    result = box.commands.run(["python3", "-c", program], command_timeout_s=60)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def events(box: dsec.Sandbox, after: int = 0) -> list[dsec.SandboxEvent]:
+    return [each for each in box.events() if each.seq > after]
+
+
+def reasons(box: dsec.Sandbox, after: int, kind: str = "connection_refused") -> set[str]:
+    return {each.data.get("reason", "") for each in events(box, after) if each.type == kind}
+
+
+def now(box: dsec.Sandbox) -> int:
+    return max(each.seq for each in events(box))
+
+
+GET = "GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\n\\r\\n"
+EVIL = "GET /evil HTTP/1.1\\r\\nHost: evil.example\\r\\n\\r\\n"

@@ -70,8 +70,9 @@ def request_of(
     env = {"PATH": PATH}
     if user in ("root", "0"):
         env["HOME"] = "/root"
-    if network_env:
-        env.update(network_env)
+    if network_env:  # HTTP_PROXY of the caller's stands against http_proxy of the network's too
+        said = {name.lower() for name in (*sandbox.env, *spec.env)}
+        env.update((name, value) for name, value in network_env.items() if name.lower() not in said)
     env.update(sandbox.env)
     env.update(spec.env)
     timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s

@@ -17,15 +17,15 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from ipaddress import IPv4Address
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dsec.egress import dns
+from dsec.egress import dns, proxy
 from dsec.egress.audit import Audit, Note
 from dsec.egress.flight import Flight, answer_dns, explain, pump, read_head
 from dsec.egress.gates import gate_of
 from dsec.egress.gateway import Grant
 from dsec.egress.http1 import Refused, Requests
 from dsec.egress.meters import Use
-from dsec.egress.splice import Splice, reset
-from dsec.egress.standins import StandIns, is_stand_in
+from dsec.egress.splice import Gate, Splice, reset
+from dsec.egress.standins import PROXY, StandIns, is_stand_in
 from dsec.plan.addresses import plain
 from dsec.plan.egress import EMPTY, Decision, GatewayGrant, Policy, Rule
 from dsec.spec.events import EventType
@@ -138,8 +138,10 @@ class Box:
             self._use(decision.rule)
 
     def environment(self) -> dict[str, str]:
-        """Variables that point the tools inside at the gateways."""
-        found: dict[str, str] = {}
+        """Variables that point the tools inside at the gateways, and at the proxy for the rest."""
+        if self.policy.empty:
+            return {}
+        found = proxy.environment(self.policy.own_names())
         for gateway in dict.fromkeys(self._egress.gateways.values()):
             grants = self.grants(gateway.kinds)
             if grants:
@@ -162,6 +164,8 @@ class Box:
     # --- deciding ---
 
     def _resolve(self, name: str) -> IPv4Address | None:
+        if name == proxy.NAME and not self.policy.empty:
+            return PROXY
         if not self._closed and self.policy.resolves(name):
             return self._stand_ins.address(name)
         self._egress.totals.queries_refused += 1
@@ -174,16 +178,27 @@ class Box:
             raise Refused(Reason.ENDED)
         if len(self._flights) >= limits.sandbox_connections or self._egress.totals.open >= limits.node_connections:
             raise Refused(Reason.CONNECTIONS_LIMIT, "of the sandbox or node")
+        if where == PROXY and flight.port == proxy.PORT and not self.policy.empty:
+            self._keep(flight, functools.partial(self._proxy, flight))
+            return
+        self._aim(flight, where)
+        if flight.port == 53 and flight.name is None and not self.policy.empty and not self._decide(flight).allowed:
+            self._keep(flight, functools.partial(answer_dns, flight, self.query, limits.head_s))
+            return
+        rule = self._admit(flight)
+        self._keep(flight, functools.partial(self._route, flight, rule))
+
+    def _aim(self, flight: Flight, where: Address) -> None:
         stands_for = self._stand_ins.name(where) if isinstance(where, IPv4Address) else None
         if stands_for is not None:
             flight.name = stands_for
         else:
             flight.where = where
+
+    def _admit(self, flight: Flight) -> Rule:
+        """The rule by which it may go on; counted from now on. Raises `Refused`."""
         decision = self._decide(flight)
         if not decision.allowed or decision.rule is None:
-            if flight.port == 53 and flight.name is None and not self.policy.empty:
-                self._keep(flight, functools.partial(answer_dns, flight, self.query, limits.head_s))
-                return
             raise Refused(decision.reason, "" if decision.rule is None else decision.rule.permission)
         rule = decision.rule
         flight.rule = rule
@@ -193,7 +208,7 @@ class Box:
             raise Refused(use.refusal)
         flight.use = use
         use.connections += 1
-        self._keep(flight, functools.partial(self._route, flight, rule))
+        return rule
 
     def _decide(self, flight: Flight) -> Decision:
         """By the policy as it is now."""
@@ -243,13 +258,43 @@ class Box:
         else:
             await self._to_outside(flight, rule)
 
+    async def _proxy(self, flight: Flight) -> None:
+        """What is asked of the proxy, as if the program had connected to it itself."""
+        flight.proxied = True
+        async with asyncio.timeout(self._egress.limits.head_s):
+            asked = await proxy.read(flight.sock)
+        flight.port = asked.port
+        if isinstance(asked.target, str):
+            flight.name = asked.target
+        else:
+            self._aim(flight, plain(asked.target))
+        if flight.where is not None and (flight.where.is_loopback or flight.where.is_unspecified):
+            raise Refused(Reason.ADDRESS_NOT_GRANTED, "loopback is the sandbox's own: connect without the proxy")
+        rule = self._admit(flight)
+        if rule.gateway is not None:
+            raise Refused(Reason.NOT_GRANTED, "a gateway: connect without the proxy")
+        if asked.connect:
+            await asyncio.get_running_loop().sock_sendall(flight.sock, proxy.ESTABLISHED)
+            flight.proxied = False
+            await self._route(flight, rule)
+            return
+        if rule.sandbox is not None:
+            raise Refused(Reason.NOT_GRANTED, "another sandbox: connect without the proxy, or by CONNECT")
+        if flight.port == 443:
+            raise Refused(Reason.NOT_TLS, "connect to it by CONNECT")
+        gate = proxy.Forwarded(flight.name or flight.where or asked.target, asked.port)
+        await self._join(flight, rule, gate, gate.feed(asked.held))
+
     async def _to_outside(self, flight: Flight, rule: Rule) -> None:
-        limits = self._egress.limits
         gate = None if flight.name is None else gate_of(flight.name, flight.port)
         first = b""
         if gate is not None and flight.port in (80, 443):
-            async with asyncio.timeout(limits.head_s):
+            async with asyncio.timeout(self._egress.limits.head_s):
                 first = await read_head(flight.sock, gate)
+        await self._join(flight, rule, gate, first)
+
+    async def _join(self, flight: Flight, rule: Rule, gate: Gate | None, first: bytes) -> None:
+        """Connect, and let go on what has passed the gate. Raises `Refused`."""
         outside = await self._connect(flight, rule)
         try:
             decision = self._decide(flight)  # the policy may have changed meanwhile

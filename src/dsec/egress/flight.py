@@ -41,6 +41,7 @@ class Flight:
         "outside",
         "permission",
         "port",
+        "proxied",
         "quiet",
         "rule",
         "sock",
@@ -69,6 +70,8 @@ class Flight:
         self.done: Callable[[Reason, str], None] = lambda reason, text: None
         self.connected = False
         """It got as far as another side."""
+        self.proxied = False
+        """A request to the proxy, which wants an answer in HTTP."""
         self.quiet = False
         """Nothing to tell: it was a look-up, or its requests were told one by one."""
         self._out = self._back = 0
@@ -150,10 +153,11 @@ async def read_head(sock: socket.socket, gate: Gate) -> bytes:
 
 async def explain(flight: Flight, reason: Reason) -> None:
     """Where a program spoke HTTP and gets nothing, it is told why."""
-    if flight.port != 80 or flight.splice is not None or flight.name is None or reason is Reason.SAID_NOTHING:
+    spoke = flight.proxied or (flight.port == 80 and flight.name is not None)
+    if not spoke or flight.splice is not None or reason is Reason.SAID_NOTHING:
         return
     outside = reason in (Reason.UNRESOLVED, Reason.CONNECT_FAILED)
-    text = f"dsec: {flight.name}: {reason.value}\n".encode()
+    text = f"dsec: {flight.name or flight.where or flight.address}: {reason.value}\n".encode()
     head = (
         f"HTTP/1.1 {'502 Bad Gateway' if outside else '403 Forbidden'}\r\ncontent-type: text/plain\r\n"
         f"content-length: {len(text)}\r\nx-dsec-reason: {reason.value}\r\nconnection: close\r\n\r\n"

@@ -147,12 +147,16 @@ class Requests:
         end = held.find(b"\r\n\r\n", 0, MAX_HEAD)
         if end < 0:
             return False
-        head = bytes(held[:end])
-        self._check(head.split(b"\r\n"))
-        out += held[: end + 4]
+        lines = bytes(held[:end]).split(b"\r\n")
+        self._check(lines)
+        out += self._pass(lines)
         del held[: end + 4]
         self.count += 1
         return True
+
+    def _pass(self, lines: list[bytes]) -> bytes:
+        """A head that was checked, as it goes on. Raises `Refused`."""
+        return b"\r\n".join([*lines, b"", b""])
 
     def _check(self, lines: list[bytes]) -> None:
         matched = _LINE.fullmatch(lines[0])
@@ -191,13 +195,16 @@ class Requests:
             self._at = _At.UPGRADE
 
     def _check_host(self, value: bytes | None) -> None:
-        host, _, port = (value or b"").partition(b":")
+        if not self._is_ours(value or b""):
+            raise Refused(Reason.HTTP_HOST_MISMATCH, (value or b"").decode("latin-1")[:200])
+
+    def _is_ours(self, value: bytes) -> bool:
+        host, _, port = value.partition(b":")
         try:
             name = host_name(host.decode("ascii"))
         except ValueError:
-            name = ""
-        if name != self._name or (port and port != str(self._port).encode()):
-            raise Refused(Reason.HTTP_HOST_MISMATCH, (value or b"").decode("latin-1")[:200])
+            return False
+        return name == self._name and (not port or port == str(self._port).encode())
 
 
 _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"upgrade"})

@@ -15,7 +15,9 @@ from ipaddress import IPv4Address
 BASE = int(IPv4Address("198.18.0.0"))
 SIZE = 1 << 17
 RESERVED = 256
-"""At the start: for what a backend may need itself."""
+"""At the start: for the platform's own."""
+PROXY = IPv4Address(BASE + 1)
+"""Stands for the HTTP proxy in every sandbox."""
 MOST = 8192
 
 

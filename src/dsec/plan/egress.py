@@ -88,6 +88,11 @@ class Policy(Struct, frozen=True):
             rule.allowed for rule in (*rules, *(rule for _, rule in self.blocks))
         )
 
+    def own_names(self) -> list[str]:
+        """Names at which the platform itself answers: gateways and other sandboxes."""
+        own = (name for name, rules in self.names.items() for rule in rules if rule.gateway or rule.sandbox)
+        return list(dict.fromkeys(own))
+
     def resolves(self, name: str) -> bool:
         """Whether some port of a name (in its one form) is granted."""
         for rules in self._levels(name):
