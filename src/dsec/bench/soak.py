@@ -28,6 +28,8 @@ from dsec.spec.sandbox import MIB, SandboxSpec
 _MEBIBYTE = bytes(MIB)
 _LINGER = "for i in 1 2 3; do (setsid sleep 600 &) ; done"
 _MAX_LIVE = 400
+_AT_ONCE = 100
+"""Live before the first look, so that pools are as full then as they will ever be."""
 
 
 class Look(Struct, frozen=True):
@@ -84,6 +86,7 @@ async def soak(
     kinds = {"true": _true, "killed": _killed, "file": _file, "orphans": _orphans, "idle": _idle}
     names = list(kinds)
     await asyncio.gather(*(_life(client, spec, kinds[name], problems) for name in names * 20))
+    await client.kill_many([item.sandbox async for item in client.create_many(spec, count=_AT_ONCE) if item.sandbox])
     before = await _look(server, settle=True)
     began = time.monotonic()
     until, next_look, middle, created = began + minutes * 60, began + minutes * 6, list[Look](), 0
