@@ -326,6 +326,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             await stop.wait()
         finally:
             await server.stop()
+            await builds.close()
 
 
 def _build_default(layers: LayerStore) -> str:

@@ -49,11 +49,11 @@ def cases(script: str) -> list[str]:
     return [function.name for function in functions if function.name.startswith("case_")]
 
 
-def run(script: str, version: str, url: str, key: str) -> dict[str, str | None]:
-    """Run all cases of a script in one process; what went wrong with each, or None."""
+def run(script: str, version: str, url: str, key: str, **more: str) -> dict[str, str | None]:
+    """Run all cases of a script in one process; what went wrong with each, or None. `more`: variables for it."""
     process = subprocess.run(
         [sys.executable, str(HERE / script)],
-        env=environment(version, url, key),
+        env=environment(version, url, key) | more,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import clients
 import pytest
+from image_kit import TinyImage, registry, tar
 
 from dsec.bench import e2b_client
 
@@ -33,9 +35,21 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def outcome(server: Server) -> Callable[[str, str], dict[str, str | None]]:
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image in a registry that can run a shell."""
+    libraries = subprocess.run(["ldd", "/bin/sh"], capture_output=True, text=True, check=True).stdout.split()
+    paths = [Path(word) for word in libraries if word.startswith("/")]
+    files = [(str(path).lstrip("/"), {"data": path.read_bytes(), "mode": 0o755}) for path in (Path("/bin/sh"), *paths)]
+    with registry(tmp_path_factory.mktemp("registry")) as url:
+        TinyImage(tar(*files, ("from-image", b"yes\n"))).push(url, "team/tool", "1")
+        yield f"{url.removeprefix('http://')}/team/tool:1"
+
+
+@pytest.fixture(scope="module")
+def outcome(server: Server, image: str) -> Callable[[str, str], dict[str, str | None]]:
     """Runs a script with a version of the client, once."""
-    return cache(lambda script, version: clients.run(script, version, server.url, server.endpoint().api_key))
+    key = server.endpoint().api_key
+    return cache(lambda script, version: clients.run(script, version, server.url, key, TEST_IMAGE=image))
 
 
 @pytest.mark.parametrize("version", clients.VERSIONS)

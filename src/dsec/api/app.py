@@ -53,7 +53,7 @@ class Api:
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
-        self._e2b = E2b(edge, environments=environments, config=e2b)
+        self._e2b = E2b(edge, environments=environments, config=e2b, builder=builder)
         self._sessions = Sessions(edge)
         self._swerex = Swerex(edge, self._sessions)
 

@@ -43,6 +43,9 @@ class Owner(NamedTuple):
     gid: int
 
 
+ROOT = Owner(0, 0)
+
+
 class Source(NamedTuple):
     """One thing to copy."""
 

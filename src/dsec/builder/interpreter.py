@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from dsec.builder.copying import Copy, Owner, find_sources, owner_of, text_source
+from dsec.builder.copying import ROOT, Copy, Owner, find_sources, owner_of, text_source
 from dsec.builder.files import Files
 from dsec.builder.workshop import DEFAULT_SHELL, Stage, Workshop, joined
 from dsec.errors import BuildFailed, InvalidRequest, Unsupported
@@ -253,7 +253,7 @@ class Interpreter:
         for name, heredoc in marks.items():
             content = self._content(each, heredoc, variables)
             files, source = text_source(name, content)
-            copies.append(copy._replace(files=files, sources=[source], owner=owner or Owner(0, 0), unpack=False))
+            copies.append(copy._replace(files=files, sources=[source], owner=owner or ROOT, unpack=False))
         title = f"Dockerfile line {each.line}: {each.name} {each.text}"[:300]
         try:
             await self._workshop.copy(stage, copies, title)
@@ -276,7 +276,7 @@ class Interpreter:
     def _owner(self, each: Instruction, variables: Mapping[str, str], image: Files, *, stays: bool) -> Owner | None:
         if "chown" in each.flags:
             return owner_of(self._expanded(each.line, each.flags["chown"][0], variables, each.escape), image)
-        return None if stays else Owner(0, 0)
+        return None if stays else ROOT
 
     def _mode(self, each: Instruction, variables: Mapping[str, str]) -> int | None:
         if "chmod" not in each.flags:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -62,6 +62,20 @@ class BuildService:
         self._written = written
         self._memory = Memory(layers.layers)
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A build that no request waits for; it ends with the server at the latest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stop the builds that go on in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def clear(self) -> None:
         """End the sandboxes of builds that an earlier server was in the middle of. Call when no build runs."""

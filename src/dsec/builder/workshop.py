@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dsec.builder.copying import Copy, Entries, Source
+from dsec.builder.copying import ROOT, Copy, Entries, Owner, Source
 from dsec.builder.files import Files, Layers
 from dsec.builder.memory import NOTHING, Memory, key_of
 from dsec.edge.client import Created, EdgeClient, Execution
@@ -334,8 +334,8 @@ class Workshop:
             self.say("  as before")
         await self._push(stage, known)
 
-    async def directory(self, stage: Stage, path: str) -> None:
-        """Make a directory where the stage hasn't got it. Raises `InvalidRequest`."""
+    async def directory(self, stage: Stage, path: str, owner: Owner = ROOT) -> None:
+        """Make a directory where the stage hasn't got it; those on the way are root's. Raises `InvalidRequest`."""
         view = await self.view(stage)
         name = path.encode(errors="surrogateescape")
         try:
@@ -344,7 +344,9 @@ class Workshop:
             raise InvalidRequest(f"{path[:200]!r}: {error}") from None
         if found is None:
             made = Files(directory(), lambda _: None)
-            await self.copy(stage, [Copy(made, [Source(b"", made.top)], name, into=True)], f"directory {path}")
+            await self.copy(
+                stage, [Copy(made, [Source(b"", made.top)], name, into=True, owner=owner)], f"directory {path}"
+            )
         elif not found.is_dir:
             raise InvalidRequest(f"{path[:200]!r} is to be a directory, and is a file")
 

@@ -19,10 +19,13 @@ from dsec.api.e2b.control import Control
 from dsec.api.e2b.filesystem import FilesystemService
 from dsec.api.e2b.process import ProcessService
 from dsec.api.e2b.signatures import Signatures
+from dsec.api.e2b.starting import Starter
+from dsec.api.e2b.templates import Templates
 from dsec.api.e2b.users import Users
 from dsec.api.e2b.watchers import WatcherService
 from dsec.api.exchange import Exchange
 from dsec.api.ports.hosts import ENVD_PORT
+from dsec.builder.service import BuildService
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, InvalidRequest, NotFound, SandboxNotFound
 from dsec.spec.sandbox import State
@@ -43,10 +46,14 @@ class E2b:
         *,
         environments: Callable[[str], Sequence[EnvironmentInfo]] = lambda project: (),
         config: E2bConfig | None = None,
+        builder: BuildService | None = None,
     ) -> None:
         self._edge = edge
         self._signatures = Signatures(edge)
-        self._control = Control(edge, environments, config or E2bConfig(), self._signatures)
+        config = config or E2bConfig()
+        starter = Starter(edge, builder.layers) if builder is not None else None
+        self._control = Control(edge, environments, config, self._signatures, starter)
+        self._templates = Templates(builder, config) if builder is not None else None
         users = Users(edge)
         process = ProcessService(edge, users)
         filesystem = FilesystemService(edge, users)
@@ -86,10 +93,19 @@ class E2b:
     # --- control plane ---
 
     async def _rest(self, call: Call, first: str, rest: str) -> None:
-        principal = call.project(self._edge)
         parts = [unquote(part) for part in ([first, *rest.split("/")] if rest else [first])]
         if parts[0] in ("v2", "v3"):
             parts = parts[1:]
+        if call.method == "PUT" and parts[0] == "templates" and self._templates is not None:
+            await self._upload(self._templates, call, parts)
+            return
+        principal = call.project(self._edge)
+        if (
+            parts[0] == "templates"
+            and self._templates is not None
+            and await self._template(self._templates, call, parts, principal)
+        ):
+            return
         control = self._control
         method = call.method
         match parts:
@@ -113,6 +129,30 @@ class E2b:
                 await control.later(call, what)
             case _:
                 raise NotFound(f"no such path: {call.x.scope['path']}")
+
+    @staticmethod
+    async def _upload(templates: Templates, call: Call, parts: list[str]) -> None:
+        """By the ticket in its URL alone: the client sends no key."""
+        if len(parts) != 4 or parts[2] != "files":
+            raise NotFound(f"no such path: {call.x.scope['path']}")
+        await templates.receive(call, parts[3])
+
+    @staticmethod
+    async def _template(templates: Templates, call: Call, parts: list[str], principal: Principal) -> bool:
+        match call.method, parts:
+            case "POST", ["templates"]:
+                await templates.request(call, principal)
+            case "GET", ["templates", template, "files", digest]:
+                await templates.link(call, template, digest, principal)
+            case "POST", ["templates", _, "builds", build]:
+                await templates.start(call, build, principal)
+            case "GET", ["templates", _, "builds", build, "status"]:
+                await templates.status(call, build, principal)
+            case "DELETE", ["templates", template] if template not in ("tags", "aliases"):
+                await templates.remove(call, template, principal)
+            case _:
+                return False
+        return True
 
     async def _verb(self, call: Call, sandbox_id: str, verb: str, principal: Principal) -> None:
         control = self._control

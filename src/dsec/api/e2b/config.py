@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from dsec.spec.network import Network
+
 Internet = Literal["refuse", "ignore"]
 
 TEMPLATES = {"base": "debian", "code-interpreter-v1": "debian"}
@@ -35,11 +37,14 @@ class E2bConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     internet: Internet = "refuse"
     """What `allow_internet_access=True` does: `refuse` says that there is no network; `ignore` makes the sandbox
     without one. An absent value is always a sandbox without network."""
+    build_network: Network = {}
+    """What commands of template builds may reach; the key that builds must be able to grant it."""
     keys: dict[str, KeyPolicy] = {}
     """Label of an API key -> what is different for it."""
 
     def environment(self, template: str) -> str:
         """The environment of a template name; a tag after a colon is dropped where the whole is no known name."""
+        template = template.removesuffix(":default")
         return self.templates.get(template) or self.templates.get(template.partition(":")[0]) or template
 
     def internet_for(self, label: str) -> Internet:

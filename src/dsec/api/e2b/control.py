@@ -27,11 +27,13 @@ from dsec.api.e2b.config import E2bConfig
 from dsec.api.e2b.errors import not_yet
 from dsec.api.e2b.network import NetworkUpdate, network_of
 from dsec.api.e2b.signatures import Signatures
+from dsec.api.e2b.starting import Starter
 from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound
 from dsec.spec.network import Network
 from dsec.spec.sandbox import SandboxInfo, State
+from dsec.store.format import ImageConfig
 
 _MAX_LIMIT = 100
 _PAGE = 1000
@@ -59,7 +61,9 @@ class Control:
         environments: Callable[[str], Sequence[EnvironmentInfo]],
         config: E2bConfig,
         signatures: Signatures,
+        starter: Starter | None = None,
     ) -> None:
+        self._starter = starter
         self._signatures = signatures
         self._edge = edge
         self._environments = environments
@@ -73,8 +77,14 @@ class Control:
         network = self._network(new.allow_internet_access, new.network, principal)
         spec = models.spec_of(new, self._config, network)
         key = call.header(b"idempotency-key") or None
+        template = ImageConfig()
+        if self._starter is not None:
+            template = await self._starter.config(spec.environment, principal.project)
+            spec = self._starter.sized(spec, template)
         created = await self._edge.create(spec, project=principal.project, key=key)
         info = created.sandbox
+        if self._starter is not None and not created.existed:
+            await self._starter.start(info.id, template)
         if not models.alive(info):
             raise SandboxNotFound(f"the sandbox of this Idempotency-Key, {info.id}, has ended")
         await x.answer(201, self._opened(call, info))
