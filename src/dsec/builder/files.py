@@ -10,6 +10,7 @@ import bz2
 import gzip
 import hashlib
 import lzma
+import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from dsec.store.tree import Node, directory, overlay, walk
 
 HOPS = 40
 _STEP = 1 << 20
+_LOOK_BYTES = 64 << 20
+_LEAST_FREE = 1 << 30
 _PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open))
 
 
@@ -100,7 +103,7 @@ class Files:
 def load_archive(path: Path, data: BinaryIO) -> Files:
     """The files of a tar archive, which may be compressed; contents go to `data`. Blocks. Raises `InvalidRequest`,
     `Unsupported`, `TooLarge`."""
-    budget = Budget(data_bytes=64 * GIB, file_bytes=256 * GIB, entries=2_000_000)
+    budget = Budget(data_bytes=32 * GIB, file_bytes=64 * GIB, entries=500_000)
     with open(path, "rb") as file:
         head = file.read(6)
         file.seek(0)
@@ -108,13 +111,30 @@ def load_archive(path: Path, data: BinaryIO) -> Files:
             return Files(directory(), lambda _: None)
         opened = next((cast(IO[bytes], op(file)) for magic, op in _PACKED if head.startswith(magic)), file)
         try:
-            top = read_tree(opened.read, LayerData(data, budget))
+            top = read_tree(_watched(opened.read, path.parent), LayerData(data, budget))
         except (zlib.error, EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
             if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile) and error.errno is not None:
                 raise
             raise InvalidRequest(f"the context can't be uncompressed: {error}") from None
     data.flush()
     return Files(top, lambda _: data)
+
+
+def _watched(read: Callable[[int], bytes], where: Path) -> Callable[[int], bytes]:
+    """The same, but for a disk that gets full meanwhile."""
+    since = 0
+
+    def watched(size: int) -> bytes:
+        nonlocal since
+        piece = read(size)
+        since += len(piece)
+        if since > _LOOK_BYTES:
+            since = 0
+            if shutil.disk_usage(where).free < _LEAST_FREE:
+                raise TooLarge("the server's disk has no room for this context", remedy="See .dockerignore.")
+        return piece
+
+    return watched
 
 
 def leave_out(files: Files, ignored: Ignored) -> None:

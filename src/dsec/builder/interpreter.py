@@ -6,6 +6,7 @@ that themselves. ARG lasts to the end of its stage, ENV for ever; ENV wins.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -232,7 +233,7 @@ class Interpreter:
         origin, stays = await self._origin(stage, each)
         view = await self._workshop.view(stage)
         try:
-            sources = find_sources(origin, patterns)
+            sources = await asyncio.to_thread(find_sources, origin, patterns)
             owner = self._owner(each, variables, view.files, stays=stays)
         except ValueError as error:
             raise refuse(each.line, f"{each.name}: {error}") from None

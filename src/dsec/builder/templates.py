@@ -129,7 +129,7 @@ async def _copy(
     files = await asyncio.to_thread(load_archive, step.archive, data)  # type: ignore[arg-type]
     view = await workshop.view(stage)
     try:
-        sources = find_sources(files, [source])
+        sources = await asyncio.to_thread(find_sources, files, [source])
         bits = int(mode, 8) if mode else None
     except ValueError as error:
         raise InvalidRequest(f"COPY: {error}") from None

@@ -38,6 +38,8 @@ LABEL = "dsec.build"
 DEFAULT_SHELL = ("/bin/sh", "-c")
 LAST_BYTES = 4096
 """Of a failing command's output, in the error."""
+MAX_LINES, LINE_BYTES = 5000, 1000
+"""Of one command's output, that are told."""
 _SLACK_S = 600.0
 
 Say = Callable[[str], None]
@@ -268,18 +270,20 @@ class Workshop:
             )
 
     async def _followed(self, execution: Execution) -> tuple[ExecStatus, str]:
-        last, line = b"", b""
+        last, line, told = b"", b"", 0
         events = execution.events()
         try:
             async for event in events:
                 if isinstance(event, Chunk):
                     last = (last + event.data)[-LAST_BYTES:]
                     *lines, line = (line + event.data).split(b"\n")
-                    for each in lines:
-                        self.say(f"  {each[:2000].decode(errors='replace')}")
-                    line = line[-2000:]
+                    for each in lines[: max(0, MAX_LINES - told)]:
+                        self.say(f"  {each[:LINE_BYTES].decode(errors='replace')}")
+                    if told < MAX_LINES <= told + len(lines):
+                        self.say("  ... and more, which is left out")
+                    told, line = told + len(lines), line[-LINE_BYTES:]
                 else:
-                    if line:
+                    if line and told < MAX_LINES:
                         self.say(f"  {line.decode(errors='replace')}")
                     return event, last.decode(errors="replace")
         finally:

@@ -32,9 +32,10 @@ from dsec.edge.client import Principal
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, PermissionDenied, TooLarge, Unsupported
 from dsec.spec.sandbox import NAME_PATTERN
 
-_MAX_BUILDS = 1000
+_MAX_BUILDS = 500
 _MAX_TICKETS = 10_000
-_MAX_LOGS = 20_000
+_MAX_LOGS = 2000
+_MAX_LINE = 500
 _PAGE = 100
 _TICKET_S = 3600.0
 _KEPT_S = 86_400.0
@@ -147,8 +148,8 @@ class Build:
         self.task: asyncio.Task[None] | None = None
 
     def say(self, line: str, level: str = "info") -> None:
-        if len(self.logs) < _MAX_LOGS:
-            self.logs.append(LogEntry(timestamp(time.time()), line, level, self.step))
+        if len(self.logs) < _MAX_LOGS or level == "error":
+            self.logs.append(LogEntry(timestamp(time.time()), line[:_MAX_LINE], level, self.step))
 
 
 _new = msgspec.json.Decoder(NewTemplate)
