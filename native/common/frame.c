@@ -23,6 +23,7 @@ static const struct rule RULES[256] = {
     [DSEC_RELEASE] = {0, true, 0, 0},
     [DSEC_PING] = {0, true, 8, 8},
     [DSEC_RESIZE] = {0, true, 4, 4},
+    [DSEC_HOLD] = {0, true, 8, 8},
 
     [DSEC_WELCOME] = {0, true, 24, 24},
     [DSEC_OPSTATE] = {0, true, 0, DSEC_MAX_PAYLOAD},

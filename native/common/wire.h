@@ -1,4 +1,4 @@
-/* The guest protocol and the zygote protocol, version 2. This file is their definition; src/dsec/wire/ mirrors it and a
+/* The guest protocol and the zygote protocol, version 3. This file is their definition; src/dsec/wire/ mirrors it and a
  * test compares the two.
  *
  * FRAMES. Everything is little-endian. A frame is a 16 byte header and at most DSEC_MAX_PAYLOAD bytes:
@@ -43,7 +43,7 @@
 #ifndef DSEC_WIRE_H
 #define DSEC_WIRE_H
 
-#define DSEC_PROTOCOL_VERSION 2
+#define DSEC_PROTOCOL_VERSION 3
 #define DSEC_HEADER_SIZE 16
 #define DSEC_MAX_PAYLOAD 65552            /* 64 KiB of data and the u64 offset before it, rounded up */
 #define DSEC_MAX_DATA 65536               /* data bytes in one OUT or STDIN frame */
@@ -66,6 +66,8 @@ enum dsec_frame {
     DSEC_PING = 7,         /* u64 token */
     DSEC_RESIZE = 8,       /* op; u16 columns, u16 rows of a terminal (EF_PTY); SIGWINCH inside. 0: as it is; above DSEC_MAX_TERMINAL: that.
                               REFUSED ENOTTY for an operation without one */
+    DSEC_HOLD = 9,         /* u64 CLOCK_MONOTONIC ns since when the sandbox stands still (said before it is frozen; the guest keeps it across
+                              channels), 0: it goes on. No timeout passes meanwhile, and wall_us doesn't count that time */
 
     /* guest -> edge */
     DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */

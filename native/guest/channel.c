@@ -335,6 +335,7 @@ static int on_frame(const struct dsec_header *header, uint8_t *payload) {
     case DSEC_ACK: return op ? op_ack(op, get_u64(payload), get_u64(payload + 8)) : 0;
     case DSEC_SIGNAL: op_signal(op, header->op, get_u32(payload), get_u32(payload + 4)); return 0;
     case DSEC_RESIZE: op_resize(op, header->op, get_u16(payload), get_u16(payload + 2)); return 0;
+    case DSEC_HOLD: ops_hold(get_u64(payload)); return 0;
     case DSEC_RELEASE:
         if (op) op_release(op);
         return 0;

@@ -151,6 +151,7 @@ struct op {
     uint32_t failed_stage, failed_errno;
 
     uint64_t started_ns, deadline_ns, retry_ns, give_up_ns;
+    uint64_t stood_ns; /* of its life, how long the sandbox stood still */
     uint64_t report_ns; /* EF_PATIENT: when to begin waiting for the report; 0 */
     uint64_t output_cap, dropped;
     int wait_status;
@@ -170,6 +171,7 @@ void ops_resync(void (*each)(struct op *op)); /* forget what was sent on an earl
 void ops_reaped(pid_t pid, int status, const struct rusage *usage);
 void ops_after_reaping(void);
 void ops_tick(uint64_t now);
+void ops_hold(uint64_t since); /* timeouts stand still from then on; 0: they go on */
 void trim_soon(void); /* memory was freed; idle sandboxes are many, so it goes back to the system */
 void ops_kill_all(void);
 void ops_remove_groups(void);

@@ -201,14 +201,15 @@ int main(int argc, char **argv) {
     for (;;) {
         struct epoll_event events[EVENTS];
         int count = epoll_wait(guest.epoll, events, EVENTS, wait_ms());
+        if (count < 0) continue; /* thawed */
         for (int i = 0; i < count; i++) {
             struct source *source = events[i].data.ptr;
             source->ready(source, events[i].events);
         }
         if (children_ended) reap();
-        if (guest.timer != UINT64_MAX && guest.timer <= now_ns()) ops_tick(now_ns());
         ops_read_some();
-        channel_turn();
+        channel_turn(); /* before timeouts: after a thaw the edge has said that they stood still */
+        if (guest.timer != UINT64_MAX && guest.timer <= now_ns()) ops_tick(now_ns());
         while (doomed_count) free(doomed[--doomed_count]);
     }
 }

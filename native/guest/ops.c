@@ -150,7 +150,7 @@ static void op_end(struct op *op) {
     }
     if (exit->cpu_us < leader_us) exit->cpu_us = leader_us;
     exit->max_rss = (uint64_t)op->usage.ru_maxrss * 1024;
-    exit->wall_us = (now_ns() - op->started_ns) / 1000;
+    exit->wall_us = (now_ns() - op->started_ns - op->stood_ns) / 1000;
     exit->stdout_end = op->out.ring.end;
     exit->stderr_end = op->err.ring.end;
     exit->dropped = op->dropped;
@@ -380,6 +380,29 @@ void ops_resync(void (*each)(struct op *op)) {
 
 /* --- timers ------------------------------------------------------------------------------------------------------------------------ */
 
+static uint64_t held_ns; /* since when the sandbox stands still, or 0 */
+
+void ops_hold(uint64_t since) {
+    uint64_t now = now_ns();
+    if (since) {
+        if (!held_ns) held_ns = since < now ? since : now;
+        return;
+    }
+    if (!held_ns) return;
+    for (size_t i = 0; i < BUCKETS; i++) {
+        for (struct op *op = by_id[i]; op; op = op->next_by_id) {
+            if (op->state == OP_ENDED) continue;
+            uint64_t stood = now - (held_ns > op->started_ns ? held_ns : op->started_ns);
+            op->stood_ns += stood;
+            if (op->deadline_ns) {
+                op->deadline_ns += stood;
+                wake_at(op->deadline_ns);
+            }
+        }
+    }
+    held_ns = 0;
+}
+
 void ops_tick(uint64_t now) {
     guest.timer = UINT64_MAX;
     if (sweep_ns <= now) {
@@ -401,8 +424,10 @@ void ops_tick(uint64_t now) {
                 if (op->report >= 0) watch(op->report, &op->report_source, EPOLLIN);
             }
             if (op->report_ns) wake_at(op->report_ns);
-            if (op->deadline_ns && op->deadline_ns <= now) op_kill(op, END_TIMEOUT, now);
-            if (op->deadline_ns) wake_at(op->deadline_ns);
+            if (op->deadline_ns && !held_ns) {
+                if (op->deadline_ns <= now) op_kill(op, END_TIMEOUT, now);
+                if (op->deadline_ns) wake_at(op->deadline_ns);
+            }
             if (op->retry_ns && op->retry_ns > now) {
                 wake_at(op->retry_ns);
             } else if (op->retry_ns && op->state == OP_EMPTYING) {

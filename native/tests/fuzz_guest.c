@@ -319,7 +319,7 @@ static void noise(void) {
     for (size_t i = 0; i < size; i++) packet[i] = (uint8_t)take();
     if (size >= DSEC_HEADER_SIZE && take() & 1) { /* a good header before bad contents; START only of numbers that are taken, so that the
                                                      model keeps count */
-        static const uint8_t TYPES[] = {DSEC_START, DSEC_STDIN, DSEC_ACK, DSEC_SIGNAL, DSEC_PING, DSEC_HELLO, DSEC_OUT, DSEC_RESIZE};
+        static const uint8_t TYPES[] = {DSEC_START, DSEC_STDIN, DSEC_ACK, DSEC_SIGNAL, DSEC_PING, DSEC_HELLO, DSEC_OUT, DSEC_RESIZE, DSEC_HOLD};
         uint8_t type = TYPES[take() % sizeof TYPES];
         uint64_t op = type == DSEC_START ? 1 : take() % (child_count + 2);
         if (type == DSEC_START && child_count == 0) return;

@@ -2,8 +2,8 @@
 
 Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
 `DSEC_STORE` (the store that nodes share; default none), `DSEC_CACHE_GIB` (of layers that are filled on demand; default
-64), `DSEC_REGISTRY` (of images that don't name one). What
-doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
+64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap).
+What doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
 path, so that several servers fit on one host.
 """
 
@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ from dsec.egress.registry import read_network
 from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 from dsec.journal.state_dir import StateDir
+from dsec.kernel import zram
 from dsec.kernel.census import instance_of
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding, probe_host
@@ -83,6 +85,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """Of images that don't name one."""
     cache_bytes: int = 64 << 30
     """Of data of layers that are filled on demand; the least recently used goes."""
+    zram_bytes: int | None = None
+    """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
 
     @property
     def instance(self) -> str:
@@ -98,7 +102,17 @@ def read_config(state: Path | None = None) -> Config:
     cache_gib = os.environ.get("DSEC_CACHE_GIB") or "64"
     if not cache_gib.isdecimal() or int(cache_gib) < 1:
         raise InvalidRequest(f"DSEC_CACHE_GIB is {cache_gib!r}", remedy="It is a number of GiB, at least 1.")
-    return Config(state=state, run=run, store=store, registry=registry, cache_bytes=int(cache_gib) << 30)
+    zram_bytes = os.environ.get("DSEC_ZRAM_BYTES")
+    if zram_bytes and not (zram_bytes.isascii() and zram_bytes.isdigit()):
+        raise InvalidRequest(f"DSEC_ZRAM_BYTES={zram_bytes!r} is not a number of bytes")
+    return Config(
+        state=state,
+        run=run,
+        store=store,
+        registry=registry,
+        cache_bytes=int(cache_gib) << 30,
+        zram_bytes=int(zram_bytes) if zram_bytes else None,
+    )
 
 
 def read_e2b(config: Config) -> E2bConfig:
@@ -159,7 +173,18 @@ def open_host(config: Config) -> Host:
         shared=shared,
         lazy=lazy,
         remote=remote,
+        make_swap=partial(_make_swap, config, ledger),
     )
+
+
+def _make_swap(config: Config, ledger: Ledger) -> None:
+    """On the first pause: a host that has no swap gets some, compressed and bounded."""
+    limit = zram.default_limit() if config.zram_bytes is None else config.zram_bytes
+    try:
+        if zram.ensure(partial(ledger.record, "zram"), limit):
+            log.info("host: made compressed swap of at most %d MiB", limit >> 20)
+    except OSError as error:
+        log.warning("paused sandboxes keep their memory, as the host has no swap: %s", error)
 
 
 def run_filler(state: Path) -> int:
@@ -229,6 +254,8 @@ async def open_edge(
             if host.shared is not None:
                 await host.shared.store.close()
             if not keep:
+                for line in Ledger(config.state / "host.json").undo_kind("zram"):
+                    log.info("host: %s", line)
                 _remove_empty(config.run)
 
 

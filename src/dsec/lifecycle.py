@@ -16,6 +16,8 @@ class Event(StrEnum):
     ADMITTED = "admitted"
     STARTED = "started"
     FAILED = "failed"
+    PAUSE = "pause"
+    RESUME = "resume"
     END = "end"  # a caller, a TTL, a lease or an operator ends it
     GONE = "gone"  # it ended by itself
     CLEANED = "cleaned"
@@ -31,6 +33,10 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.STARTING, Event.GONE): State.ENDING,
     (State.RUNNING, Event.END): State.ENDING,
     (State.RUNNING, Event.GONE): State.ENDING,
+    (State.RUNNING, Event.PAUSE): State.PAUSED,
+    (State.PAUSED, Event.RESUME): State.RUNNING,
+    (State.PAUSED, Event.END): State.ENDING,
+    (State.PAUSED, Event.GONE): State.ENDING,
     (State.ENDING, Event.END): State.ENDING,
     (State.ENDING, Event.GONE): State.ENDING,
     (State.ENDING, Event.FAILED): State.ENDING,

@@ -141,6 +141,10 @@ class GuestChannel(Protocol):
         """Round trip in seconds."""
         ...
 
+    def hold(self, since_ns: int) -> None:
+        """Timeouts inside stand still since then (CLOCK_MONOTONIC), over later channels too; 0: they go on."""
+        ...
+
     def lost(self) -> Awaitable[str]:
         """Resolves with the reason when the guest's end closed or broke the protocol; not by `close`. May be awaited
         more than once."""
@@ -190,6 +194,15 @@ class Instance(Protocol):
     def usage(self) -> Usage: ...
 
 
+class PagedOut(Struct, frozen=True):
+    """What a pause gave back: memory of the sandbox's programs before and after, and what it takes compressed (0: not
+    known)."""
+
+    before_bytes: int
+    after_bytes: int
+    compressed_bytes: int = 0
+
+
 @runtime_checkable
 class WatchedHost(Protocol):
     """What an `Instance` may be besides: one whose files and processes the host's kernel knows, so that they can be
@@ -200,12 +213,22 @@ class WatchedHost(Protocol):
         """The host's number of its first process."""
         ...
 
+
+@runtime_checkable
+class PausableHost(Protocol):
+    """What an `Instance` may be besides: one that can stand still."""
+
     @property
     def frozen(self) -> bool: ...
 
     def freeze(self, frozen: bool) -> None:
-        """Stop everything inside, or let it go on; within milliseconds. A frozen one can be destroyed. Raises
-        OSError."""
+        """Stop everything inside, or let it go on; within milliseconds. No timeout of a command passes meanwhile. A
+        frozen one can be destroyed. Raises OSError."""
+        ...
+
+    async def page_out(self) -> PagedOut:
+        """Give the memory of a frozen one back, as far as the host has room for it elsewhere; stops when it goes on.
+        What it needs again comes back by itself. Raises OSError."""
         ...
 
 

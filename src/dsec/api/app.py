@@ -235,6 +235,10 @@ class Api:
             x.only("POST")
             await batch.delete_many(self._edge, x)
             return True
+        if raw in ("/v1/sandboxes:pause", "/v1/sandboxes:resume"):
+            x.only("POST")
+            await batch.pause_many(self._edge, x, resume=raw.endswith("resume"))
+            return True
         if raw == "/v1/exec:batch":
             x.only("POST")
             await batch.exec_many(self._edge, x)

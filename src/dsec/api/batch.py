@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from dsec.api.exchange import MAX_BATCH_BYTES, Exchange
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.edge.client import BatchItem, DeleteItem, EdgeClient, Principal
+from dsec.edge.kept import PauseItem
 from dsec.errors import DsecError, ErrorBody, InvalidRequest
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
@@ -48,6 +49,20 @@ class Deleted(Struct, frozen=True):
     """Answer to it, in the order given."""
 
     results: list[DeleteItem]
+
+
+class PauseRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Body of `POST /v1/sandboxes:pause` and `:resume`: either `ids`, or all that `run` and `labels` say."""
+
+    ids: Annotated[list[str], Meta(max_length=MAX_ITEMS)] | None = None
+    run: str | None = None
+    labels: dict[str, str] | None = None
+
+
+class PauseResults(Struct, frozen=True):
+    """Answer to it."""
+
+    results: list[PauseItem]
 
 
 class ExecItem(Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +97,7 @@ class ExecResult(Struct, frozen=True, omit_defaults=True):
 _BATCH = msgspec.json.Decoder(BatchRequest)
 _EXECS = msgspec.json.Decoder(ExecBatch)
 _DELETE = msgspec.json.Decoder(DeleteRequest)
+_PAUSE = msgspec.json.Decoder(PauseRequest)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -144,6 +160,17 @@ async def delete_many(edge: EdgeClient, x: Exchange) -> None:
     request = x.decode(_DELETE, await x.body())
     results = await edge.delete_many(request.ids, project=project, cause=cause)
     await x.answer(200, Deleted(results))
+
+
+async def pause_many(edge: EdgeClient, x: Exchange, *, resume: bool) -> None:
+    """POST /v1/sandboxes:pause, POST /v1/sandboxes:resume"""
+    x.check_query()
+    project = x.project()
+    asked = x.decode(_PAUSE, await x.body())
+    if (asked.ids is None) == (asked.run is None and asked.labels is None):
+        raise InvalidRequest("name sandboxes by `ids`, or by `run` and `labels`")
+    results = await edge.pause_many(project, ids=asked.ids, run=asked.run, labels=asked.labels, resume=resume)
+    await x.answer(200, PauseResults(results))
 
 
 async def find_named(edge: EdgeClient, run: str, name: str, x: Exchange) -> None:

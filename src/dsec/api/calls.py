@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, ExecResult
+from dsec.api.batch import BatchRequest, Deleted, DeleteRequest, ExecBatch, ExecResult, PauseRequest, PauseResults
 from dsec.api.exchange import MAX_INT
 from dsec.api.exec import Processes, ReleaseRequest, SignalRequest, StdinTaken
 from dsec.api.files import Listing, Written
@@ -117,6 +117,22 @@ CALLS = (
         query=("cause",),
         takes=((JSON, DeleteRequest),),
         gives=(JSON, Deleted),
+    ),
+    Call(
+        method="post",
+        path="/v1/sandboxes:pause",
+        summary="Pause many sandboxes: by ids, or all of a run and with labels",
+        takes=((JSON, PauseRequest),),
+        example={"run": "grpo-42"},
+        gives=(JSON, PauseResults),
+    ),
+    Call(
+        method="post",
+        path="/v1/sandboxes:resume",
+        summary="Let many sandboxes go on: by ids, or all of a run and with labels",
+        takes=((JSON, PauseRequest),),
+        example={"run": "grpo-42"},
+        gives=(JSON, PauseResults),
     ),
     Call(
         method="post",

@@ -134,6 +134,16 @@ def build(
         exchange(scope).project()
         return await edge.renew(sandbox_id, data.ttl_s)
 
+    @post("/v1/sandboxes/{sandbox_id:str}/pause", status_code=200, summary="Freeze a sandbox and give its memory back")
+    async def pause(scope: Scope, sandbox_id: FromPath[str]) -> SandboxInfo:
+        exchange(scope).project()
+        return await edge.pause(sandbox_id)
+
+    @post("/v1/sandboxes/{sandbox_id:str}/resume", status_code=200, summary="Let a paused sandbox go on")
+    async def resume(scope: Scope, sandbox_id: FromPath[str]) -> SandboxInfo:
+        exchange(scope).project()
+        return await edge.resume(sandbox_id)
+
     @get("/v1/sandboxes/{sandbox_id:str}/usage", summary="A running sandbox's counters")
     async def usage(sandbox_id: FromPath[str]) -> Usage:
         return edge.usage(sandbox_id)
@@ -210,6 +220,8 @@ def build(
             inspect,
             end,
             renew,
+            pause,
+            resume,
             usage,
             network,
             set_network,

@@ -146,7 +146,7 @@ class Swerex:
 
     def _is_alive(self, sandbox_id: str) -> Alive:
         info = self._edge.get(sandbox_id)
-        if info.state is State.RUNNING:
+        if info.state in (State.RUNNING, State.PAUSED):
             return Alive(True)
         why = f" ({info.cause.value})" if info.cause is not None else ""
         return Alive(False, f"sandbox {sandbox_id} is {info.state.value}{why}: {info.message}")

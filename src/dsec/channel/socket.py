@@ -15,6 +15,7 @@ so that the next edge finds the operation again. `ping` is a barrier for whom th
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import threading
@@ -29,6 +30,8 @@ from dsec.ports import Clock
 from dsec.spec.operations import ExecFlag, Kind, OpRequest
 from dsec.wire.frames import HEADER_SIZE, MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode_all
 from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
+
+log = logging.getLogger(__name__)
 
 RETAIN_COUNT = 32
 """Ended operations without a key that are kept for later readers. Those with a key are kept until they are released: a
@@ -179,6 +182,20 @@ class SocketChannel:
             return await answer
         finally:
             self._pings.pop(token, None)
+
+    def hold(self, since_ns: int) -> None:
+        """The sandbox stands still since then (CLOCK_MONOTONIC), so that no timeout inside passes; 0: it goes on. It
+        goes before whatever is queued for the guest."""
+        if self._error is not None:
+            return
+        frame = self.session.hold(since_ns)
+        if self._queue and self._decoder is None:
+            try:
+                self._socket.send(frame)
+                return
+            except OSError as error:
+                log.debug("a hold waits behind other frames: %s", error)
+        self.send(frame)
 
     def lost(self) -> asyncio.Future[str]:
         """As in `ports.GuestChannel`; shared: don't cancel it."""

@@ -18,6 +18,7 @@ from dsec.cli import (
     network,
     sandboxes,
     session,
+    state,
     terminal,
 )
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
@@ -37,6 +38,7 @@ def cli() -> None:
 
 for _command in (
     *sandboxes.COMMANDS,
+    *state.COMMANDS,
     *layers.COMMANDS,
     *commands.COMMANDS,
     *terminal.COMMANDS,

@@ -25,7 +25,7 @@ def list_sandboxes(
     everything: bool, run: str | None, labels: tuple[str, ...], limit: int | None, as_json: bool
 ) -> None:
     """List sandboxes."""
-    states = ["queued", "starting", "running", "ending", "ended"] if everything else []
+    states = ["queued", "starting", "running", "paused", "ending", "ended"] if everything else []
 
     async def work() -> list[SandboxInfo]:
         async with AsyncClient() as client:

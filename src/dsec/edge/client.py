@@ -19,6 +19,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from dsec.edge.kept import Kept
 from dsec.edge.observed import Observed
 from dsec.errors import ErrorBody
 from dsec.ports import Usage
@@ -203,7 +204,7 @@ class PortStream(Protocol):
         ...
 
 
-class EdgeClient(Observed, Protocol):
+class EdgeClient(Observed, Kept, Protocol):
     """Sandboxes, commands and files of one node."""
 
     # --- who --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dsec.edge.tasks import Tasks, log, quiet
 from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
 from dsec.ports import Clock, Operation, Usage
 from dsec.spec.operations import Chunk, Kind, OpRequest
-from dsec.spec.sandbox import ExecSpec, ExecStatus, ProcessInfo, State
+from dsec.spec.sandbox import ExecSpec, ExecStatus, ProcessInfo
 
 _USAGE_FRESH_S = 1.0
 
@@ -93,6 +93,7 @@ class RunningCommand:
 
     async def write_stdin(self, data: bytes, offset: int | None = None) -> int:
         try:
+            self._sandbox.rouse()
             taken = await self._command.live().write(data, offset)
             self._commands.count_stdin(len(data))
             return taken
@@ -176,7 +177,7 @@ class Commands:
 
     def processes(self, sandbox: Sandbox) -> list[ProcessInfo]:
         """See `EdgeClient.processes`."""
-        sandbox.running()
+        sandbox.here()
         return [
             ProcessInfo(
                 key=command.key or f"~{operation.op}",
@@ -222,7 +223,7 @@ class Commands:
     def adopt(self, sandbox: Sandbox) -> None:
         """Take over the commands that an earlier edge started. Those without a key, whose callers are gone, run on;
         while they do, they can be attached to by their pid."""
-        for operation in sandbox.running().channel.operations():
+        for operation in sandbox.here().channel.operations():
             key = operation.key
             if operation.kind is not Kind.EXEC or (key is not None and len(key) != 2 * HALF_KEY):
                 continue
@@ -266,7 +267,7 @@ class Commands:
 
     async def explain(self, sandbox: Sandbox, error: OutcomeUnknown | Unavailable) -> DsecError:
         """Why the guest is gone: the channel breaks a moment before the sandbox's end is known."""
-        if sandbox.state is State.RUNNING and isinstance(error, Unavailable):
+        if sandbox.up and isinstance(error, Unavailable):
             return error  # this edge closed the channel; the sandbox goes on
         ending = await self._lives.until_ending(sandbox, 2 * self._config.lost_grace_s)
         return ended_error(sandbox.record) if ending else error
@@ -333,7 +334,7 @@ class Commands:
         now = self._clock.monotonic()
         if sandbox.usage is None or now - sandbox.usage_at > fresh_s or not fresh_s:
             try:
-                sandbox.usage = sandbox.running().usage()
+                sandbox.usage = sandbox.here().usage()
             except (OSError, DsecError) as error:  # it is ending: what was read last is the truth that is left
                 log.debug("sandbox %s: no counters: %s", sandbox.id, error)
                 sandbox.usage = sandbox.usage or Usage()
@@ -352,7 +353,7 @@ class Commands:
         """Its only reader is gone: read on in its place, so that it isn't stopped by a full window, and forget it at
         its end."""
         operation = command.operation
-        if operation is None or sandbox.state is not State.RUNNING:
+        if operation is None or not sandbox.up:
             return
 
         async def drain() -> None:

@@ -35,10 +35,10 @@ from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
-from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage
+from dsec.ports import Backend, Clock, Instance, InstanceEnd, PausableHost, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
-from dsec.spec.sandbox import SandboxInfo, State
+from dsec.spec.sandbox import Paused, PausedBy, SandboxInfo, State
 
 T = TypeVar("T")
 
@@ -79,8 +79,10 @@ class Lives:
         self.removals = Removals(
             journal=journal, clock=clock, config=config, tasks=tasks, timers=self.timers, removed=self._removed
         )
-        self._empty = asyncio.Event()
-        self._none_starts = asyncio.Event()
+        self.empty = asyncio.Event()
+        self.none_starts = asyncio.Event()
+        self.wake: Callable[[Sandbox], None] | None = None
+        self.pause: Callable[[Sandbox, PausedBy], asyncio.Future[None]] | None = None  # both by `dsec.edge.pauses`
 
     @property
     def stuck(self) -> int:
@@ -146,7 +148,7 @@ class Lives:
         finally:
             self.gate.started()
             if not self.gate.starting:
-                self._none_starts.set()
+                self.none_starts.set()
         if failure is not None:
             self._failed(sandbox, failure)
 
@@ -183,7 +185,7 @@ class Lives:
         self.notes.created(sandbox, instance, now - began, record_s)
         sandbox.active_at = sandbox.usage_at = sandbox.running_at = now
         sandbox.usage = Usage()  # its counters begin now
-        self._set_expiry(sandbox)
+        self.set_expiry(sandbox)
         ready, sandbox.ready = sandbox.ready, None
         token, sandbox.token = sandbox.token, None
         if ready is not None and not ready.done():
@@ -211,7 +213,9 @@ class Lives:
 
     def _end(self, sandbox: Sandbox, event: Event, cause: Cause, message: str) -> None:
         before = sandbox.state
-        sandbox.record = replace(sandbox.record, state=next_state(before, event), cause=cause, message=message)
+        sandbox.record = replace(
+            sandbox.record, state=next_state(before, event), cause=cause, message=message, paused=None
+        )
         self._settle_ready(sandbox, ended_error(sandbox.record))
         sandbox.ending_at = self._clock.monotonic()
         if sandbox.ending is not None:
@@ -220,7 +224,7 @@ class Lives:
             self.gate.leave_queue(sandbox)
             self.timers.set(("queue", sandbox.id), None)
             self._tasks.spawn(self._end_queued(sandbox))
-        elif before is State.RUNNING:
+        elif before in (State.RUNNING, State.PAUSED):
             self._queue_end(sandbox)
         # STARTING: the task that makes it goes on to take it down
 
@@ -255,11 +259,11 @@ class Lives:
 
     async def until_ending(self, sandbox: Sandbox, timeout_s: float) -> bool:
         """Wait until its end is decided; False where that doesn't happen within `timeout_s`."""
-        if sandbox.state is not State.RUNNING:
+        if not sandbox.up:
             return True
         if sandbox.ending is None:
             sandbox.ending = asyncio.Event()
-        return await _wait(sandbox.ending, timeout_s)
+        return await wait_for(sandbox.ending, timeout_s)
 
     def _settle_ready(self, sandbox: Sandbox, failure: DsecError) -> None:
         ready, sandbox.ready, sandbox.token = sandbox.ready, None, None
@@ -284,7 +288,7 @@ class Lives:
         return self._tasks.spawn(wait())
 
     def _gone(self, sandbox: Sandbox, future: asyncio.Future[InstanceEnd]) -> None:
-        if sandbox.state is not State.RUNNING or future.cancelled():
+        if not sandbox.up or future.cancelled():
             return
         error = future.exception()
         end = InstanceEnd(Cause.NODE_LOST, f"the backend lost sight of it: {error}") if error else future.result()
@@ -293,18 +297,22 @@ class Lives:
     def _lost(self, sandbox: Sandbox, future: asyncio.Future[str]) -> None:
         """Its channel is of no use any more. Most likely its end is about to be reported, with a better reason: wait a
         moment."""
-        if sandbox.state is State.RUNNING and not future.cancelled():
+        if sandbox.up and not future.cancelled():
             self.timers.set(("lost", sandbox.id), self._clock.monotonic() + self._config.lost_grace_s)
 
     # --- time ---
 
     def renew(self, sandbox: Sandbox, ttl_s: float | None) -> asyncio.Future[None]:
-        """Its TTL counts from now. Raises as `Sandbox.running`. The future resolves when that is durable."""
-        sandbox.running()
-        now = self._clock.monotonic()
+        """Its TTL counts from now. Raises as `Sandbox.here`. The future resolves when that is durable."""
+        sandbox.here()
+        paused = sandbox.record.paused
+        now, wall = self._clock.monotonic(), self._clock.now()
+        if paused is not None:  # it counts from the resume
+            now, wall = sandbox.paused_at, paused.at
         sandbox.due = None if ttl_s is None else now + ttl_s
-        sandbox.record = replace(sandbox.record, expires_at=None if ttl_s is None else self._clock.now() + ttl_s)
-        self._set_expiry(sandbox)
+        sandbox.record = replace(sandbox.record, expires_at=None if ttl_s is None else wall + ttl_s)
+        if paused is None:
+            self.set_expiry(sandbox)
         self.notes.events.add(sandbox.id, EventType.RENEWED, {"ttl_s": ttl_s})
         return self._journal.put(sandbox.record)
 
@@ -317,7 +325,8 @@ class Lives:
         sandbox.active_at = self._clock.monotonic()
         # A TTL that is set stays right; an idle TTL is looked at when it is due, not moved with every request.
 
-    def _set_expiry(self, sandbox: Sandbox) -> None:
+    def set_expiry(self, sandbox: Sandbox) -> None:
+        """Its times have changed."""
         first = expiry(ttl_due=sandbox.due, idle_ttl_s=sandbox.record.spec.idle_ttl_s, idle_since=sandbox.active_at)
         self.timers.set(("life", sandbox.id), None if first is None else first.due)
 
@@ -327,9 +336,14 @@ class Lives:
             sandbox.active_at = now
         first = expiry(ttl_due=sandbox.due, idle_ttl_s=sandbox.record.spec.idle_ttl_s, idle_since=sandbox.active_at)
         if first is None or first.due > now:
-            self._set_expiry(sandbox)
-        else:
+            self.set_expiry(sandbox)
+        elif sandbox.record.spec.on_ttl != "pause" or self.pause is None:
             self._end(sandbox, Event.END, first.cause, "")
+        else:
+            try:
+                quiet(self.pause(sandbox, PausedBy.TTL))
+            except DsecError as error:
+                self._end(sandbox, Event.END, first.cause, f"it can't be paused: {error.message}")
 
     def _in_use(self, sandbox: Sandbox) -> bool:
         if sandbox.requests:
@@ -353,9 +367,9 @@ class Lives:
             self._refuse(sandbox)
         elif what == "remove":
             self.removals.retry(sandbox)
-        elif sandbox.state is not State.RUNNING:
+        elif not sandbox.up:
             return
-        elif what == "life":
+        elif what == "life" and sandbox.state is State.RUNNING:
             self._expire(sandbox)
         elif what == "lost" and sandbox.lost is not None:
             why = sandbox.lost.exception() or sandbox.lost.result()
@@ -368,13 +382,17 @@ class Lives:
         wait = self.gate.wait
         sandbox.record = replace(sandbox.record, state=next_state(sandbox.state, Event.FAILED))
         self.notes.tally.refused[AdmissionTimeout.code] += 1
-        self._settle_ready(
+        self.refuse(
             sandbox,
             AdmissionTimeout(
                 f"no capacity before the deadline: {wait.value if wait else 'creations before it took their time'}",
                 remedy="Try again later, or wait longer (deadline_s).",
             ),
         )
+
+    def refuse(self, sandbox: Sandbox, why: DsecError) -> None:
+        """One that has left the queue is not made."""
+        self._settle_ready(sandbox, why)
         self._forget(sandbox)
 
     async def _prune(self) -> None:
@@ -387,9 +405,10 @@ class Lives:
     def _keep(self, sandbox: Sandbox) -> None:
         record = sandbox.record
         self.sandboxes[record.id] = sandbox
+        sandbox.wake = self.wake
         if record.name is not None:
             self.names[record.project, record.run, record.name] = sandbox
-        self._empty.clear()
+        self.empty.clear()
 
     def _forget(self, sandbox: Sandbox) -> None:
         record = sandbox.record
@@ -400,7 +419,7 @@ class Lives:
         if ended is not None and not ended.done():
             ended.set_result(info_of(record))
         if not self.sandboxes:
-            self._empty.set()
+            self.empty.set()
 
     # --- across incarnations ---
 
@@ -446,51 +465,33 @@ class Lives:
                 end = InstanceEnd(Cause.NODE_LOST, "it was gone when the server came back")
             # Where there is an end it was made, and its caller may have it: that it runs goes on record a moment later.
             sandbox.record = replace(
-                record, state=next_state(record.state, Event.GONE), cause=end.cause, message=end.message
+                record, state=next_state(record.state, Event.GONE), cause=end.cause, message=end.message, paused=None
             )
             self._queue_end(sandbox)
             return False
         if record.state is State.STARTING:
             sandbox.record = replace(record, state=next_state(record.state, Event.STARTED))
             self._journal.put_lazily(sandbox.record)
+        now, wall = self._clock.monotonic(), self._clock.now()
+        frozen = isinstance(instance, PausableHost) and instance.frozen
+        paused = record.paused or (Paused(wall) if frozen else None)
+        if paused is not None:  # the server may have died between a freeze and its record, or a thaw and its record
+            sandbox.paused_at, sandbox.record = now, replace(sandbox.record, state=State.PAUSED, paused=paused)
         if record.expires_at is not None:
-            sandbox.due = self._clock.monotonic() + (record.expires_at - self._clock.now())
+            sandbox.due = now + (record.expires_at - (wall if paused is None else paused.at))
         self._watch(sandbox, instance)
-        self._set_expiry(sandbox)
+        if paused is None:
+            self.set_expiry(sandbox)
+        elif not frozen and paused.by is PausedBy.TRIPWIRE and isinstance(instance, PausableHost):
+            instance.freeze(True)
+        elif not frozen:
+            sandbox.rouse()
         self.notes.events.add(sandbox.id, EventType.ADOPTED, {})
         return True
 
-    async def end_all(self, cause: Cause, timeout_s: float) -> bool:
-        """End every sandbox, paced; False where some were still there after `timeout_s`."""
-        for sandbox in list(self.sandboxes.values()):
-            self.end(sandbox, cause)
-        return await self._until_empty(timeout_s)
 
-    async def settle(self, timeout_s: float) -> None:
-        """Refuse what is queued, then wait for what is being made or taken down."""
-        for sandbox in list(self.sandboxes.values()):
-            if self.gate.leave_queue(sandbox):
-                self._settle_ready(sandbox, Unavailable("the server is stopping", remedy="Try again when it is back."))
-                self._forget(sandbox)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        for busy, calm in ((self._is_starting, self._none_starts), (self._is_removing, self.removals.idle)):
-            if busy():
-                calm.clear()
-                await _wait(calm, max(0.0, deadline - asyncio.get_running_loop().time()))
-
-    def _is_starting(self) -> bool:
-        return self.gate.starting > 0
-
-    def _is_removing(self) -> bool:
-        return self.removals.active > 0
-
-    async def _until_empty(self, timeout_s: float) -> bool:
-        if not self.sandboxes:
-            return True
-        return await _wait(self._empty, timeout_s)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
+    """False where it isn't set within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

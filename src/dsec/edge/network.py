@@ -70,7 +70,7 @@ class Networks:
     async def change(self, sandbox: Sandbox, network: Network, *, merge: bool) -> NetworkInfo:
         """Another policy from now on. `merge`: laid over the one it has. Raises `InvalidRequest`, `Unsupported`, and
         as `Sandbox.running`."""
-        instance = sandbox.running()
+        instance = sandbox.here()
         if merge:
             network = {**(sandbox.record.network or {}), **network}
             if len(network) > MAX_PERMISSIONS:

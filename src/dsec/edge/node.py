@@ -16,6 +16,7 @@ from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, P
 from dsec.edge.commands import Commands, RunningCommand
 from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.events import Events
+from dsec.edge.kept_calls import KeptCalls
 from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
@@ -23,9 +24,11 @@ from dsec.edge.network import Networks
 from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
+from dsec.edge.pauses import Pauses
 from dsec.edge.removal import delete_each
 from dsec.edge.requests import scope_of
-from dsec.edge.sandbox import Sandbox, ended_error, info_of
+from dsec.edge.sandbox import info_of
+from dsec.edge.settling import end_all, settle
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
@@ -33,7 +36,7 @@ from dsec.edge.tripwires import Tripwires
 from dsec.egress.node import Egress
 from dsec.errors import InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
-from dsec.journal.records import Journal, Record
+from dsec.journal.records import Journal
 from dsec.journal.state_dir import StateDir
 from dsec.plan.permissions import BUILT_IN
 from dsec.ports import Backend, Clock, GuestChannel, Usage
@@ -47,7 +50,7 @@ BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
 
 
-class Edge:
+class Edge(KeptCalls):
     """One node's agent. Every method is described in `dsec.edge.client.EdgeClient`."""
 
     def __init__(
@@ -87,7 +90,10 @@ class Edge:
             networks=self._networks,
             tripwires=self._tripwires,
         )
-        self._tripwires.serve(self._lives.sandboxes, self._lives.end)
+        self._pauses = Pauses(lives=self._lives, journal=journal, clock=clock, tasks=tasks)
+        self._tripwires.serve(
+            self._lives.sandboxes, end=self._lives.end, pause=self._pauses.pause, resume=self._pauses.resume
+        )
         self.used_layers = self._lives.used_layers
         self._naming = Naming(
             lives=self._lives,
@@ -176,12 +182,12 @@ class Edge:
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._networks.close)
             stack.callback(self._tripwires.close)
-            await self._lives.settle(self._config.create_timeout_s)
+            await settle(self._lives, self._config.create_timeout_s)
             if keep:
                 for sandbox in self._lives.sandboxes.values():
                     if sandbox.instance is not None:
                         await sandbox.instance.channel.close()
-            elif not await self._lives.end_all(Cause.SHUTDOWN, self._config.shutdown_timeout_s):
+            elif not await end_all(self._lives, Cause.SHUTDOWN, self._config.shutdown_timeout_s):
                 log.warning("%d sandboxes were still there at shutdown", len(self._lives.sandboxes))
 
     # --- who ---
@@ -290,7 +296,7 @@ class Edge:
         return await asyncio.shield(self._tasks.spawn(delete_each(list(sandbox_ids), one)))
 
     def usage(self, sandbox_id: str) -> Usage:
-        return self._live(sandbox_id).running().usage()
+        return self._live(sandbox_id).here().usage()
 
     def node(self) -> NodeInfo:
         gate, lives = self._lives.gate, self._lives
@@ -475,26 +481,3 @@ class Edge:
             raise await self._commands.explain(sandbox, error) from error
         finally:
             self._lives.unuse(sandbox)
-
-    def _record(self, sandbox_id: str) -> Record | None:
-        sandbox = self._lives.sandboxes.get(sandbox_id)
-        return sandbox.record if sandbox is not None else self._journal.get(sandbox_id)
-
-    def _live(self, sandbox_id: str) -> Sandbox:
-        """Raises `SandboxNotFound`, `SandboxEnded`, `SandboxLost`."""
-        sandbox = self._lives.sandboxes.get(sandbox_id)
-        if sandbox is not None:
-            return sandbox
-        record = self._journal.get(sandbox_id)
-        raise no_sandbox(sandbox_id) if record is None else ended_error(record)
-
-    def _usable(self, sandbox_id: str) -> Sandbox:
-        """As `_live`; raises `Conflict` where a tripwire has paused it, too."""
-        self._check_open()
-        sandbox = self._live(sandbox_id)
-        self._tripwires.check(sandbox)
-        return sandbox
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise Unavailable("the server is stopping", remedy="Try again when it is back.")

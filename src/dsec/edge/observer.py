@@ -52,7 +52,10 @@ class Observer:
                 "dsec_sandboxes",
                 "gauge",
                 "Sandboxes by state.",
-                [Sample(states[each], {"state": each}) for each in ("queued", "starting", "running", "ending")],
+                [
+                    Sample(states[each], {"state": each})
+                    for each in ("queued", "starting", "running", "paused", "ending")
+                ],
             ),
             one("dsec_sandboxes_stuck", "gauge", "Sandboxes whose removal failed and is tried again.", node.stuck),
             one("dsec_sandboxes_created_total", "counter", "Sandboxes that came to run.", node.created_total),

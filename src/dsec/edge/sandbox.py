@@ -4,6 +4,7 @@ thousands, idle."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsec.edge.client import Created
@@ -32,6 +33,7 @@ class Sandbox:
         "instance",
         "lost",
         "network_env",
+        "paused_at",
         "queued_at",
         "ready",
         "record",
@@ -42,6 +44,7 @@ class Sandbox:
         "token",
         "usage",
         "usage_at",
+        "wake",
     )
 
     def __init__(self, record: Record, backend: Backend, now: float) -> None:
@@ -74,6 +77,10 @@ class Sandbox:
         self.usage: Usage | None = None
         self.usage_at = 0.0
         self.removal_failures = 0
+        self.paused_at = 0.0
+        """While it is paused, since when, on the monotonic clock."""
+        self.wake: Callable[[Sandbox], None] | None = None
+        """Resumes it, at once; raises `Conflict` where a request may not."""
 
     @property
     def id(self) -> str:
@@ -86,9 +93,26 @@ class Sandbox:
     def info(self, token: str | None = None) -> SandboxInfo:
         return info_of(self.record, token)
 
+    @property
+    def up(self) -> bool:
+        """It runs, or is paused."""
+        return self.record.state in (State.RUNNING, State.PAUSED)
+
     def running(self) -> Instance:
-        """Its instance. Raises `Unavailable` while it starts, `SandboxEnded` or `SandboxLost` once it ends."""
-        if self.record.state is State.RUNNING and self.instance is not None:
+        """Its instance, for a request that needs it: resumes a paused one. Raises `Conflict` where a tripwire paused
+        it, and as `here`."""
+        self.rouse()
+        return self.here()
+
+    def rouse(self) -> None:
+        """Resume it if it is paused. Raises `Conflict` where a tripwire paused it."""
+        if self.record.state is State.PAUSED and self.wake is not None:
+            self.wake(self)
+
+    def here(self) -> Instance:
+        """Its instance, which may be paused. Raises `Unavailable` while it starts, `SandboxEnded` or `SandboxLost` once
+        it ends."""
+        if self.up and self.instance is not None:
             return self.instance
         if self.record.state in (State.ENDING, State.ENDED):
             raise ended_error(self.record)
@@ -103,6 +127,7 @@ def info_of(record: Record, token: str | None = None) -> SandboxInfo:
         spec=record.spec,
         created_at=record.created_at,
         expires_at=record.expires_at,
+        paused=record.paused,
         ended_at=record.ended_at,
         cause=record.cause,
         infra=record.cause is not None and record.cause.infra,

@@ -21,14 +21,14 @@ from dsec.edge.events import Events
 from dsec.edge.post import EXPECTED_S, Hit, Post
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sentry import Sentry
-from dsec.edge.tasks import log
+from dsec.edge.tasks import log, quiet
 from dsec.errors import Conflict, CreateFailed, DsecError, FileError, Unsupported
 from dsec.kernel.syscalls import KernelError
 from dsec.plan.tripwires import Plan, resolve
 from dsec.ports import Instance, WatchedHost
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
-from dsec.spec.sandbox import SandboxSpec
+from dsec.spec.sandbox import PausedBy, SandboxSpec
 from dsec.spec.tripwires import Action, TripwireState
 
 AGAIN_S = 1.0
@@ -44,14 +44,23 @@ class Tripwires:
         self._key = key
         self._sentry = Sentry()
         self._posts: dict[str, Post] = {}
-        self._paused: dict[str, str] = {}
         self._resumed: dict[str, tuple[str, float]] = {}
         self._sandboxes: Mapping[str, Sandbox] = {}
         self._end: Callable[[Sandbox, Cause, str], object] | None = None
+        self._pause_it: Callable[[Sandbox, PausedBy, str], asyncio.Future[None]] | None = None
+        self._resume_it: Callable[[Sandbox], asyncio.Future[None]] | None = None
 
-    def serve(self, sandboxes: Mapping[str, Sandbox], end: Callable[[Sandbox, Cause, str], object]) -> None:
-        """Where the node's sandboxes are, and how one is ended."""
+    def serve(
+        self,
+        sandboxes: Mapping[str, Sandbox],
+        *,
+        end: Callable[[Sandbox, Cause, str], object],
+        pause: Callable[[Sandbox, PausedBy, str], asyncio.Future[None]],
+        resume: Callable[[Sandbox], asyncio.Future[None]],
+    ) -> None:
+        """Where the node's sandboxes are, and how one is ended, paused and resumed."""
         self._sandboxes, self._end = sandboxes, end
+        self._pause_it, self._resume_it = pause, resume
         self._events.on_refused = self.refused
 
     async def arm(self, sandbox_id: str, spec: SandboxSpec, instance: Instance, *, fresh: bool) -> None:
@@ -76,9 +85,6 @@ class Tripwires:
             raise CreateFailed(f"its tripwires can't be armed: {error}", remedy="See `dsec doctor`.") from error
         self._posts[sandbox_id] = post
         self._sentry.add(post)
-        if instance.frozen:
-            paused = [e for e in self._events.read(sandbox_id) if e.type == EventType.PAUSED]
-            self._paused[sandbox_id] = str(paused[-1].data.get("rule")) if paused else "unknown"
         data: dict[str, Any] = {"rules": len(plan.rules), "canary": canary}
         if missing:
             data["missing_decoys"] = missing
@@ -87,7 +93,7 @@ class Tripwires:
     async def adopt(self, sandbox: Sandbox) -> None:
         """One of an earlier edge. Where it can't be watched any more, the log says so."""
         try:
-            await self.arm(sandbox.id, sandbox.record.spec, sandbox.running(), fresh=False)
+            await self.arm(sandbox.id, sandbox.record.spec, sandbox.here(), fresh=False)
         except DsecError as error:
             log.warning("sandbox %s: its tripwires are not armed again: %s", sandbox.id, error)
             self._events.add(sandbox.id, EventType.TRIPWIRES_LOST, {"message": error.message})
@@ -121,7 +127,6 @@ class Tripwires:
     def disarm(self, sandbox_id: str) -> None:
         """Its end is decided. Idempotent."""
         post = self._posts.pop(sandbox_id, None)
-        self._paused.pop(sandbox_id, None)
         self._resumed.pop(sandbox_id, None)
         if post is not None:
             self._sentry.remove(post)
@@ -158,22 +163,18 @@ class Tripwires:
             return  # it is ending already
         if rule.action == Action.END and self._end is not None:
             self._end(sandbox, Cause.TRIPWIRE, f"rule {rule.id!r}: {hit.act} {hit.path}")
-        elif rule.action == Action.PAUSE and sandbox_id not in self._paused:
+        elif rule.action == Action.PAUSE and _paused_by(sandbox) is None:
             resumed, at = self._resumed.get(sandbox_id, ("", 0.0))
             if resumed != rule.id or time.monotonic() - at > AGAIN_S:
                 self._pause(sandbox, rule.id)
 
     def _pause(self, sandbox: Sandbox, rule_id: str) -> None:
-        instance = sandbox.instance
-        if not isinstance(instance, WatchedHost):
+        if self._pause_it is None:
             return
         try:
-            instance.freeze(True)
-        except OSError as error:
+            quiet(self._pause_it(sandbox, PausedBy.TRIPWIRE, rule_id))
+        except DsecError as error:
             log.warning("sandbox %s: it can't be paused: %s", sandbox.id, error)
-            return
-        self._paused[sandbox.id] = rule_id
-        self._events.add(sandbox.id, EventType.PAUSED, {"rule": rule_id})
 
     def refused(self, sandbox_id: str, name: str) -> None:
         """The network policy refused a connection."""
@@ -182,16 +183,6 @@ class Tripwires:
             post.refused(name)
 
     # --- callers ---
-
-    def check(self, sandbox: Sandbox) -> None:
-        """Raises `Conflict` where a rule has paused it: nothing inside answers."""
-        rule = self._paused.get(sandbox.id)
-        if rule is not None:
-            raise Conflict(
-                f"sandbox {sandbox.id} is paused by the tripwire {rule!r}",
-                remedy="Look at its events; then resume it (POST .../tripwires/resume) or delete it.",
-                rule=rule,
-            )
 
     @contextlib.contextmanager
     def file_call(self, sandbox_id: str, *paths: bytes) -> Iterator[None]:
@@ -213,14 +204,11 @@ class Tripwires:
 
     def resume(self, sandbox: Sandbox) -> TripwireState:
         """Let a paused sandbox go on. Raises `Conflict` where it isn't paused."""
-        rule = self._paused.get(sandbox.id)
-        instance = sandbox.running()
-        if rule is None or not isinstance(instance, WatchedHost):
+        rule = _paused_by(sandbox)
+        if rule is None or self._resume_it is None:
             raise Conflict(f"sandbox {sandbox.id} is not paused by a tripwire")
-        instance.freeze(False)
-        del self._paused[sandbox.id]
+        quiet(self._resume_it(sandbox))
         self._resumed[sandbox.id] = rule, time.monotonic()
-        self._events.add(sandbox.id, EventType.RESUMED, {"rule": rule})
         return self.state(sandbox)
 
     def state(self, sandbox: Sandbox) -> TripwireState:
@@ -228,10 +216,16 @@ class Tripwires:
         post = self._posts.get(sandbox.id)
         return TripwireState(
             armed=post is not None,
-            paused=self._paused.get(sandbox.id),
+            paused=_paused_by(sandbox),
             rules=resolve(sandbox.record.spec.tripwires),
             hits=post.hits() if post is not None else {},
         )
+
+
+def _paused_by(sandbox: Sandbox) -> str | None:
+    """The rule that paused it."""
+    paused = sandbox.record.paused
+    return paused.rule if paused is not None and paused.by is PausedBy.TRIPWIRE else None
 
 
 def _home(spec: SandboxSpec) -> str:

@@ -26,9 +26,9 @@ from dsec.journal.writer import Writer
 from dsec.ports import Handle
 from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network
-from dsec.spec.sandbox import SandboxSpec, State
+from dsec.spec.sandbox import Paused, SandboxSpec, State
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PRUNE_STEP = 2000
 
 _SCHEMA = """
@@ -54,6 +54,12 @@ create table stand_ins (
 """
 """What version 2 added: the network."""
 
+_THIRD = """
+alter table sandboxes add column paused text;
+"""
+"""What version 3 added: paused sandboxes."""
+_STEPS = (_SCHEMA, _SECOND, _THIRD)
+
 
 class Record(Struct, frozen=True, kw_only=True, array_like=True):
     """One sandbox on record; the order of the fields is that of the columns."""
@@ -77,6 +83,7 @@ class Record(Struct, frozen=True, kw_only=True, array_like=True):
     queue_ms: float = 0.0
     network: Network | None = None
     """What it may reach now; `spec` has what it began with."""
+    paused: Paused | None = None
 
 
 class KeyRecord(Struct, frozen=True, kw_only=True):
@@ -112,6 +119,7 @@ _CHANGES = (
     "create_ms",
     "queue_ms",
     "network",
+    "paused",
 )
 _UPSERT = (
     f"insert into sandboxes ({','.join(_COLUMNS)}) select {','.join(f'value->>{n}' for n in range(len(_COLUMNS)))} "
@@ -121,6 +129,7 @@ _SELECT = f"select {','.join(_COLUMNS)} from sandboxes"
 _spec_decoder = msgspec.json.Decoder(SandboxSpec)
 _handle_decoder = msgspec.json.Decoder(dict[str, Any])
 _network_decoder = msgspec.json.Decoder(Network)
+_paused_decoder = msgspec.json.Decoder(Paused)
 _policy_decoder = msgspec.json.Decoder(KeyPolicy)
 _encode = msgspec.json.Encoder().encode
 
@@ -313,6 +322,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         create_ms,
         queue_ms,
         network,
+        paused,
     ) = row
     return Record(
         id=sandbox_id,
@@ -332,6 +342,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         create_ms=create_ms,
         queue_ms=queue_ms,
         network=_network_decoder.decode(network) if network else None,
+        paused=_paused_decoder.decode(paused) if paused else None,
     )
 
 
@@ -351,7 +362,7 @@ def _open(path: Path) -> sqlite3.Connection:
         if findings != "ok":
             raise sqlite3.DatabaseError(findings)
         if version < SCHEMA_VERSION:
-            steps = (_SCHEMA if version == 0 else "") + _SECOND
+            steps = "".join(_STEPS[version:])
             connection.executescript(f"begin immediate; {steps} pragma user_version = {SCHEMA_VERSION}; commit;")
     except sqlite3.DatabaseError as error:
         connection.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from dsec.kernel import btrfs, cgroups, mounts, sysctl
+from dsec.kernel import btrfs, cgroups, mounts, sysctl, zram
 from dsec.kernel.syscalls import KernelError
 
 
@@ -70,6 +70,12 @@ class Ledger:
         self.record("sysctl", name, old=old, new=value)
         sysctl.write(name, value)
 
+    def undo_kind(self, kind: str) -> Iterable[str]:
+        """As `undo`, for the changes of one kind."""
+        for change in reversed(self.changes):
+            if change.kind == kind:
+                yield self._take_back(change)
+
     def undo(self, *, packages: bool = False) -> Iterable[str]:
         """Take everything back in reverse; yields a line for each change. `packages`: remove installed packages too.
 
@@ -79,15 +85,17 @@ class Ledger:
             if change.kind == "packages" and not packages:
                 yield f"kept: packages {change.what} (dsec installed them; --packages removes them)"
                 continue
-            try:
-                done = _UNDO[change.kind](change)
-            except (OSError, subprocess.CalledProcessError) as error:
-                yield f"FAILED: {change.kind} {change.what}: {error}"
-                continue
-            with self._lock:
-                self._changes.remove(change)
-                self._save()
-            yield done
+            yield self._take_back(change)
+
+    def _take_back(self, change: Change) -> str:
+        try:
+            done = _UNDO[change.kind](change)
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"FAILED: {change.kind} {change.what}: {error}"
+        with self._lock:
+            self._changes.remove(change)
+            self._save()
+        return done
 
     def _save(self) -> None:
         if not self._changes:
@@ -164,6 +172,11 @@ def _undo_favordynmods(change: Change) -> str:
     return f"restored: {change.what} without favordynmods"
 
 
+def _undo_zram(change: Change) -> str:
+    zram.remove(change.what)
+    return f"removed: compressed swap {change.what}"
+
+
 _UNDO: dict[str, Callable[[Change], str]] = {
     "sysctl": _undo_sysctl,
     "mount": _undo_mount,
@@ -173,6 +186,7 @@ _UNDO: dict[str, Callable[[Change], str]] = {
     "quota": _undo_quota,
     "cgroups": _undo_cgroups,
     "favordynmods": _undo_favordynmods,
+    "zram": _undo_zram,
 }
 
 

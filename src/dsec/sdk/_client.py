@@ -12,7 +12,7 @@ import msgspec
 from dsec.errors import DsecError
 from dsec.sdk._catalog import AsyncCatalog
 from dsec.sdk._config import find_endpoint
-from dsec.sdk._many import run_many
+from dsec.sdk._many import chosen, move_many, run_many
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
@@ -123,6 +123,31 @@ class AsyncClient:
     ) -> dict[str, DsecError]:
         """End many sandboxes; returns the errors by id; see `AsyncSandbox.kill_many`."""
         return await AsyncSandbox.kill_many(sandboxes, cause=cause, client=self, request_timeout_s=request_timeout_s)
+
+    async def pause_many(
+        self,
+        sandboxes: Iterable[str | AsyncSandbox | SandboxInfo] = (),
+        *,
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError | None]:
+        """Pause many sandboxes in one call: those given, or all running ones of a run and with these labels. Returns
+        what became of each: None, or why it could not be paused."""
+        asked = chosen(sandboxes, run, labels)
+        return await move_many(self._transport, "pause", asked, request_timeout_s)
+
+    async def resume_many(
+        self,
+        sandboxes: Iterable[str | AsyncSandbox | SandboxInfo] = (),
+        *,
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError | None]:
+        """Let many paused sandboxes go on; as `pause_many`."""
+        asked = chosen(sandboxes, run, labels)
+        return await move_many(self._transport, "resume", asked, request_timeout_s)
 
     async def run_many(
         self,

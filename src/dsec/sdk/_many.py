@@ -1,20 +1,20 @@
-"""Commands in many sandboxes by one request."""
+"""Many sandboxes by one request: commands in them, pausing and resuming them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dsec.errors import DsecError, InvalidRequest, Unavailable, from_body
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, Unavailable, from_body
 from dsec.sdk._commands import argv_of
 from dsec.sdk._lines import Line, lines
 from dsec.sdk._results import RunResult, make_result
 from dsec.sdk._transport import Transport
-from dsec.spec.sandbox import ExecSpec
+from dsec.spec.sandbox import ExecSpec, SandboxInfo
 
 if TYPE_CHECKING:
     from dsec.sdk._sandbox import AsyncSandbox
@@ -54,6 +54,40 @@ async def run_many(
 
         async for line in lines(transport, transport.url("/v1/exec:batch"), body, len(part), request_timeout_s):
             yield await _result(part[line.index], line, first + line.index)
+
+
+class _Moved(Struct, frozen=True):
+    id: str
+    error: ErrorBody | None = None
+
+
+class _Results(Struct, frozen=True):
+    results: list[_Moved]
+
+
+def chosen(
+    sandboxes: Iterable[str | AsyncSandbox | SandboxInfo], run: str | None, labels: Mapping[str, str] | None
+) -> dict[str, object]:
+    """Which sandboxes: those given, unless `run` or `labels` are."""
+    if run is None and labels is None:
+        return {"ids": [each if isinstance(each, str) else each.id for each in sandboxes]}
+    asked: dict[str, object] = {} if run is None else {"run": run}
+    return asked if labels is None else {**asked, "labels": dict(labels)}
+
+
+async def move_many(
+    transport: Transport, verb: str, asked: dict[str, object], request_timeout_s: float | None
+) -> dict[str, DsecError | None]:
+    """See `AsyncClient.pause_many`; `verb`: `pause` or `resume`."""
+    answer = await transport.call(
+        "POST",
+        transport.url(f"/v1/sandboxes:{verb}"),
+        _Results,
+        body=_ENCODER.encode(asked),
+        headers={"Content-Type": "application/json"},
+        request_timeout_s=request_timeout_s,
+    )
+    return {each.id: None if each.error is None else from_body(each.error) for each in answer.results}
 
 
 async def _result(asked: _Asked, line: Line, index: int) -> RunResult:

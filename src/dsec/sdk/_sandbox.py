@@ -233,6 +233,19 @@ class AsyncSandbox:
         )
         return self.info
 
+    async def pause(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Freeze it and give its memory back. Its TTLs and timeouts stand still, and any request that needs it resumes
+        it. Needs an API key."""
+        url = self._transport.url(f"{self._path}/pause")
+        self.info = await self._transport.call("POST", url, SandboxInfo, request_timeout_s=request_timeout_s)
+        return self.info
+
+    async def resume(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Let it go on. Raises `Conflict` where a tripwire paused it. Needs an API key."""
+        url = self._transport.url(f"{self._path}/resume")
+        self.info = await self._transport.call("POST", url, SandboxInfo, request_timeout_s=request_timeout_s)
+        return self.info
+
     async def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         url = self._transport.url(f"{self._path}/usage")

@@ -198,6 +198,15 @@ class Sandbox(Wrapper):
         """Let it live `ttl_s` from now (None: for ever)."""
         return call(self._async.renew(ttl_s, request_timeout_s=request_timeout_s))
 
+    def pause(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Freeze it and give its memory back. Its TTLs and timeouts stand still, and any request that needs it resumes
+        it. Needs an API key."""
+        return call(self._async.pause(request_timeout_s=request_timeout_s))
+
+    def resume(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
+        """Let it go on. Raises `Conflict` where a tripwire paused it. Needs an API key."""
+        return call(self._async.resume(request_timeout_s=request_timeout_s))
+
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))
@@ -380,6 +389,33 @@ class Client(Wrapper):
     ) -> dict[str, DsecError]:
         """End many sandboxes; returns the errors by id; see `Sandbox.kill_many`."""
         return call(self._async.kill_many(unwrap_each(sandboxes), cause=cause, request_timeout_s=request_timeout_s))
+
+    def pause_many(
+        self,
+        sandboxes: Iterable[str | Sandbox | SandboxInfo] = (),
+        *,
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError | None]:
+        """Pause many sandboxes in one call: those given, or all running ones of a run and with these labels. Returns
+        what became of each: None, or why it could not be paused."""
+        return call(
+            self._async.pause_many(unwrap_each(sandboxes), run=run, labels=labels, request_timeout_s=request_timeout_s)
+        )
+
+    def resume_many(
+        self,
+        sandboxes: Iterable[str | Sandbox | SandboxInfo] = (),
+        *,
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        request_timeout_s: float | None = None,
+    ) -> dict[str, DsecError | None]:
+        """Let many paused sandboxes go on; as `pause_many`."""
+        return call(
+            self._async.resume_many(unwrap_each(sandboxes), run=run, labels=labels, request_timeout_s=request_timeout_s)
+        )
 
     def run_many(
         self,

@@ -35,8 +35,9 @@ class EventType(StrEnum):
     TRIPWIRES_ARMED = "tripwires_armed"  # rules, canary, missing_decoys: watched from here on
     TRIPWIRE = "tripwire"  # rule, severity, action, act, path, what, process, count, at
     TRIPWIRES_LOST = "tripwires_lost"  # more happened than could be looked at: hits may be missing
-    PAUSED = "paused"  # rule: frozen by a tripwire
-    RESUMED = "resumed"  # rule
+    PAUSED = "paused"  # by, rule (of a tripwire)
+    PAGED_OUT = "paged_out"  # before_bytes, after_bytes, compressed_bytes, ms: a pause gave this memory back
+    RESUMED = "resumed"  # paused_s, rule
     ENDING = "ending"  # cause, infra, message
     ENDED = "ended"  # cause, infra, removal_ms: nothing of it is left; always last
 

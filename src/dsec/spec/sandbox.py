@@ -32,8 +32,27 @@ class State(StrEnum):
     QUEUED = "queued"
     STARTING = "starting"
     RUNNING = "running"
+    PAUSED = "paused"
     ENDING = "ending"
     ENDED = "ended"
+
+
+class PausedBy(StrEnum):
+    """Who paused a sandbox. Any request resumes one, but what a tripwire paused only who looked at it."""
+
+    CALLER = "caller"
+    TTL = "ttl"
+    LEASE = "lease"
+    TRIPWIRE = "tripwire"
+
+
+class Paused(Struct, frozen=True, omit_defaults=True):
+    """Since when a sandbox stands still, and why."""
+
+    at: float
+    by: PausedBy = PausedBy.CALLER
+    rule: str = ""
+    """Of the tripwire."""
 
 
 class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,6 +73,9 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Default cap of one command's output, both streams together; beyond it the command is ended (`output_limit`)."""
     ttl_s: Seconds | None = 4 * 3600.0
     """The sandbox ends this long after it was created; None: never."""
+    on_ttl: Literal["end", "pause"] = "end"
+    """What a TTL does that passes, also the idle one: a paused sandbox waits, without a deadline, for the next request,
+    which gives it a whole `ttl_s` again."""
     idle_ttl_s: Seconds | None = None
     """Ends after this long without a request or running command. Off: a sandbox that waits for a model never expires by
     itself."""
@@ -155,6 +177,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     created_at: float
     """Seconds since the epoch, as all times here."""
     expires_at: float | None = None
+    """While it is paused: when it would, had it gone on since `paused.at`."""
+    paused: Paused | None = None
     ended_at: float | None = None
     cause: Cause | None = None
     infra: bool = False

@@ -8,15 +8,16 @@ import itertools
 
 
 class FakeClock:
-    """`ports.Clock` that stands still until `advance`. Both its times move together."""
+    """`ports.Clock` that stands still until `advance`. Both its times move together, but for a `jump`."""
 
     def __init__(self, start: float = 1_000_000.0) -> None:
         self._now = start
+        self._offset = 0.0
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
     def now(self) -> float:
-        return self._now
+        return self._now + self._offset
 
     def monotonic(self) -> float:
         return self._now
@@ -37,6 +38,10 @@ class FakeClock:
             await self.settle()
         self._now = target
         await self.settle()
+
+    def jump(self, seconds: float) -> None:
+        """Somebody sets the wall clock."""
+        self._offset += seconds
 
     @property
     def sleepers(self) -> int:

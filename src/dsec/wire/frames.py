@@ -14,7 +14,7 @@ from enum import IntEnum, IntFlag
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER_SIZE = 16
 MAX_PAYLOAD = 65552
 MAX_DATA = 65536
@@ -44,6 +44,7 @@ class FrameType(IntEnum):
     RELEASE = 6
     PING = 7
     RESIZE = 8
+    HOLD = 9
 
     WELCOME = 65
     OPSTATE = 66
@@ -139,6 +140,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.RELEASE: (0, 0, 0),
     FrameType.PING: (8, 8, 0),
     FrameType.RESIZE: (4, 4, 0),
+    FrameType.HOLD: (8, 8, 0),
     FrameType.WELCOME: (24, 24, 0),
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),

@@ -275,6 +275,11 @@ class Session:
             return b""
         return encode(FrameType.RESIZE, op, _TWO_U16.pack(cols, rows))
 
+    @staticmethod
+    def hold(since_ns: int) -> bytes:
+        """A frame that says since when the sandbox stands still (CLOCK_MONOTONIC); 0: it goes on."""
+        return encode(FrameType.HOLD, 0, _U64.pack(since_ns))
+
     def release(self, op: int) -> bytes:
         """Forget an operation; b"" where the guest doesn't have it."""
         state = self._ops.pop(op, None)

@@ -306,6 +306,7 @@ class ContainerBackend:
             disk_limit_bytes=disk_bytes,
             network_sockets=self._network_sockets,
             image_failures=self.host.image_failures(layers),
+            make_swap=self.host.make_swap,
         )
         self._instances[sandbox_id] = instance
         return instance
@@ -319,7 +320,7 @@ class ContainerBackend:
         self._views.add(sandbox_id)
         frozen = slot.frozen
         if frozen:  # its guest has to answer once
-            slot.freeze(False)
+            slot.thaw()
         instance = await self._serve(sandbox_id, spawned, slot, handle["disk_bytes"], handle.get("lazy", []))
         if frozen:
             instance.freeze(True)
@@ -393,6 +394,8 @@ class ContainerBackend:
             slot.kill()
             if instance is None or instance.frozen:
                 slot.thaw()
+            if instance is not None:
+                instance.frozen = False  # a thread that pages it out stops
         exited = self._exits.get(sandbox_id)
         if exited is not None and not exited.done():
             await asyncio.wait((exited,), timeout=_EXIT_WAIT_S)

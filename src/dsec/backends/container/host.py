@@ -37,7 +37,9 @@ class Host:
         shared: SharedLayers | None = None,
         lazy: LazyLayers | None = None,
         remote: RemoteCatalog | None = None,
+        make_swap: Callable[[], None] = lambda: None,
     ) -> None:
+        """`make_swap`: called before memory of a paused sandbox is paged out, in a thread."""
         self.state = state
         self.run = run
         self.volume = volume
@@ -50,6 +52,7 @@ class Host:
         self.lazy = lazy
         self.remote = remote
         self.dev = make_dev(run)
+        self.make_swap = make_swap
 
     async def open_lazy(self, holder: Path) -> bool:
         """Begin to fill layers on demand, where a store is shared and the kernel can. `holder`: the compiled program.

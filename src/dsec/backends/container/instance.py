@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
@@ -11,8 +12,9 @@ from msgspec.structs import replace
 from dsec.backends.container.network import Connected, NetworkSockets, Query
 from dsec.channel import SocketChannel
 from dsec.errors import SandboxNotFound
+from dsec.kernel import paging
 from dsec.kernel.cgroups import Slot
-from dsec.ports import InstanceEnd, Usage
+from dsec.ports import InstanceEnd, PagedOut, Usage
 
 
 class ContainerInstance:
@@ -24,6 +26,7 @@ class ContainerInstance:
         "_disk_used",
         "_end",
         "_image_failures",
+        "_make_swap",
         "_network",
         "_network_lock",
         "_network_sockets",
@@ -47,7 +50,9 @@ class ContainerInstance:
         disk_limit_bytes: int,
         network_sockets: Callable[[str], Awaitable[tuple[socket.socket, socket.socket]]],
         image_failures: Callable[[], int],
+        make_swap: Callable[[], None],
     ) -> None:
+        """`make_swap`: see to it that the host has somewhere to put memory; in a thread."""
         self._sandbox_id = sandbox_id
         self._channel = channel
         self.slot = slot
@@ -65,6 +70,7 @@ class ContainerInstance:
         self._network_lock = asyncio.Lock()
         self._disk_limit_bytes = disk_limit_bytes
         self.frozen = False
+        self._make_swap = make_swap
 
     @property
     def sandbox_id(self) -> str:
@@ -83,9 +89,31 @@ class ContainerInstance:
         return replace(usage, image_failures=failures) if failures else usage
 
     def freeze(self, frozen: bool) -> None:
-        """As in `ports.WatchedHost`."""
+        """As in `ports.PausableHost`. The guest hears of it while it still, or before it again, runs."""
+        if frozen:
+            self._channel.hold(time.monotonic_ns())
+        else:
+            self._channel.hold(0)
         self.slot.freeze(frozen)
         self.frozen = frozen
+        if not frozen:
+            paging.may_swap(self.slot, False)
+
+    async def page_out(self) -> PagedOut:
+        """As in `ports.PausableHost`."""
+        return await asyncio.to_thread(self._page_out)
+
+    def _page_out(self) -> PagedOut:
+        self._make_swap()
+        pids = [pid for pid in paging.pids_in(self.slot) if pid != self.pid]  # the guest is small, and answers first
+        before = paging.resident_bytes(pids)
+        compressed = paging.compressed_bytes()
+        paging.may_swap(self.slot, True)
+        for pid in pids:
+            if not self.frozen:
+                break
+            paging.page_out(pid, lambda: self.frozen)
+        return PagedOut(before, paging.resident_bytes(pids), max(0, paging.compressed_bytes() - compressed))
 
     async def serve_network(self, connected: Connected, query: Query) -> None:
         """As in `ports.NetworkHost`."""

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +19,7 @@ from typing import ClassVar
 from dsec.backends.fake.guest import FakeGuest
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, EnvironmentNotFound, InvalidRequest, Unsupported
-from dsec.ports import Clock, Handle, InstanceEnd, Usage
+from dsec.ports import Clock, Handle, InstanceEnd, PagedOut, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 
@@ -65,6 +66,19 @@ class FakeInstance:
     @property
     def channel(self) -> SocketChannel:
         return self._channel
+
+    @property
+    def frozen(self) -> bool:
+        return self._guest.frozen
+
+    def freeze(self, frozen: bool) -> None:
+        """As in `ports.PausableHost`; its programs go on, only time stands still for them."""
+        self._channel.hold(time.monotonic_ns() if frozen else 0)
+        self._guest.frozen = frozen
+
+    async def page_out(self) -> PagedOut:
+        """As in `ports.PausableHost`."""
+        return PagedOut(1 << 20, 0)
 
     async def serve_network(
         self, connected: Callable[[socket.socket, str, int], None], query: Callable[[bytes], bytes | None]

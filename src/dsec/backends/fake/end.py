@@ -115,6 +115,8 @@ class GuestEnd:
                 payload = self._joiner.add(frame)
                 if payload is not None:
                     self._start(frame.op, payload)
+            case FrameType.HOLD:
+                guest.hold(_U64.unpack(frame.payload)[0])
             case FrameType.RELEASE:
                 if operation is not None:
                     del guest.operations[frame.op]

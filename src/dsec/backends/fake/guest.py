@@ -76,6 +76,7 @@ class FakeOperation:
         self.began = time.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.left_s: float | None = None
         # the process
         self.fs: FileSystem = guest.fs
         self.hostname = guest.hostname
@@ -160,9 +161,20 @@ class FakeOperation:
     def begin(self) -> None:
         loop = asyncio.get_running_loop()
         if self.request.timeout_ms:
-            self.timer = loop.call_later(self.request.timeout_ms / 1000, self.kill, EndKind.TIMEOUT)
+            self.left_s = self.request.timeout_ms / 1000
+            self.hold(self.guest.held)
         self.task = loop.create_task(self._run())
         self.task.add_done_callback(self._never_ran)
+
+    def hold(self, held: bool) -> None:
+        """Its timeout stands still, or goes on."""
+        loop = asyncio.get_running_loop()
+        if held and self.timer is not None:
+            self.left_s = max(0.0, self.timer.when() - loop.time())
+            self.timer.cancel()
+            self.timer = None
+        elif not held and self.timer is None and self.left_s is not None and self.finished is None:
+            self.timer = loop.call_later(self.left_s, self.kill, EndKind.TIMEOUT)
 
     def _never_ran(self, _: asyncio.Task[None]) -> None:
         """It was killed before its first step."""
@@ -254,6 +266,7 @@ class FakeGuest:
         self.hostname = hostname
         self.disk_bytes = disk_bytes
         self.cpu_us = 0
+        self.frozen = self.held = False
         self.operations: dict[int, FakeOperation] = {}
         self.highest = 0
         self.ports: set[int] = set()
@@ -309,6 +322,12 @@ class FakeGuest:
         """Raises ENOSPC where the disk is full."""
         if self.fs.used() + size > self.disk_bytes:
             raise fail(errno.ENOSPC)
+
+    def hold(self, since_ns: int) -> None:
+        """Timeouts stand still from now on; 0: they go on."""
+        self.held = since_ns != 0
+        for operation in self.operations.values():
+            operation.hold(self.held)
 
     def start(self, op: int, request: OpRequest) -> None:
         """Begin an operation."""

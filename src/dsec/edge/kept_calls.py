@@ -1,0 +1,93 @@
+"""The part of an edge in process that finds sandboxes, pauses and resumes them: `dsec.edge.kept.Kept`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from dsec.edge.access import Access, no_sandbox
+from dsec.edge.client import Principal
+from dsec.edge.kept import PauseItem
+from dsec.edge.lives import Lives
+from dsec.edge.pauses import Pauses
+from dsec.edge.sandbox import Sandbox, ended_error
+from dsec.errors import DsecError, Unavailable
+from dsec.journal.records import Journal, Record
+from dsec.spec.sandbox import PausedBy, SandboxInfo, State
+
+
+class KeptCalls:
+    """A base of `dsec.edge.node.Edge`, which sets the attributes."""
+
+    _access: Access
+    _journal: Journal
+    _lives: Lives
+    _open: bool
+    _pauses: Pauses
+
+    async def pause(self, sandbox_id: str) -> SandboxInfo:
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        await asyncio.shield(self._pauses.pause(sandbox, PausedBy.CALLER))
+        return sandbox.info()
+
+    async def resume(self, sandbox_id: str) -> SandboxInfo:
+        self._check_open()
+        sandbox = self._live(sandbox_id)
+        sandbox.running()
+        await asyncio.shield(self._journal.put(sandbox.record))
+        return sandbox.info()
+
+    async def pause_many(
+        self,
+        project: str,
+        *,
+        ids: Sequence[str] | None = None,
+        run: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        resume: bool = False,
+    ) -> list[PauseItem]:
+        self._check_open()
+        from_state = State.PAUSED if resume else State.RUNNING
+        wanted = list(ids) if ids is not None else self._matching(project, run, labels or {}, from_state)
+
+        async def one(sandbox_id: str) -> PauseItem:
+            try:
+                self._access.authorize(Principal(project), sandbox_id)
+                await (self.resume if resume else self.pause)(sandbox_id)
+            except DsecError as error:
+                return PauseItem(id=sandbox_id, error=error.body())
+            return PauseItem(id=sandbox_id)
+
+        return await asyncio.gather(*(one(sandbox_id) for sandbox_id in wanted))
+
+    def _matching(self, project: str, run: str | None, labels: Mapping[str, str], state: State) -> list[str]:
+        return [
+            sandbox.id
+            for sandbox in self._lives.sandboxes.values()
+            if sandbox.record.project == project
+            and sandbox.state is state
+            and (run is None or sandbox.record.run == run)
+            and all(sandbox.record.spec.labels.get(name) == value for name, value in labels.items())
+        ]
+
+    def _record(self, sandbox_id: str) -> Record | None:
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        return sandbox.record if sandbox is not None else self._journal.get(sandbox_id)
+
+    def _live(self, sandbox_id: str) -> Sandbox:
+        """Raises `SandboxNotFound`, `SandboxEnded`, `SandboxLost`."""
+        sandbox = self._lives.sandboxes.get(sandbox_id)
+        if sandbox is not None:
+            return sandbox
+        record = self._journal.get(sandbox_id)
+        raise no_sandbox(sandbox_id) if record is None else ended_error(record)
+
+    def _usable(self, sandbox_id: str) -> Sandbox:
+        """As `_live`; raises `Unavailable` where the edge is closing, too."""
+        self._check_open()
+        return self._live(sandbox_id)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise Unavailable("the server is stopping", remedy="Try again when it is back.")

@@ -1,0 +1,142 @@
+"""Pausing real sandboxes: memory that is given back, time that stands still, requests that resume, servers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.kernel import zram
+from dsec.spec.causes import Cause
+from dsec.spec.events import SandboxEvent
+from dsec.spec.sandbox import SandboxSpec, State
+from server_kit import PATIENCE_S, Server, serving
+
+pytestmark = pytest.mark.root
+
+SMALL = SandboxSpec(environment="debian", memory_bytes=256 << 20, disk_bytes=256 << 20, pids=64)
+HOLDER = "x = bytearray(b'some words that compress ' * 2_000_000); print('held', flush=True); input(); print(len(x))"
+
+
+@pytest.fixture(scope="module")
+def server(debian_module_state: Path) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_ZRAM_BYTES", str(128 << 20))
+        with serving(debian_module_state) as server:
+            yield server
+    assert not [name for name in zram.swaps() if name.startswith("/dev/zram")] or _others()
+
+
+def _others() -> bool:
+    """Servers of other tests on this machine, whose swap it may be."""
+    return len(list(Path("/run/dsec").glob("*/zygote.sock"))) > 0
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with server.client() as client:
+        yield client
+        await client.kill_many(await client.list())
+
+
+async def event(box: AsyncSandbox, kind: str) -> SandboxEvent:
+    """The last of a kind, waited for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = [each async for each in box.events() if each.type == kind]
+            if found:
+                return found[-1]
+            await asyncio.sleep(0.02)
+
+
+async def test_memory_is_given_back_and_comes_again(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    held = await box.commands.start(["python3", "-c", HOLDER], stdin=True)
+    async for chunk in held:
+        assert "held" in str(chunk)
+        break
+    assert (await box.pause()).state is State.PAUSED
+    out = (await event(box, "paged_out")).data
+    assert out["before_bytes"] > 40 << 20
+    assert out["after_bytes"] < out["before_bytes"] * 0.3
+    assert (await box.refresh()).state is State.PAUSED
+    await held.write_stdin("\n")
+    result = await held.wait()
+    assert result.stdout.endswith("50000000\n")
+    assert (await box.refresh()).state is State.RUNNING
+
+
+async def test_a_command_stands_still_and_its_timeout_too(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    command = await box.commands.start(
+        ["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.1; done"], command_timeout_s=1.8
+    )
+    await asyncio.sleep(0.3)
+    await box.pause()
+    await asyncio.sleep(2.0)
+    assert (await box.refresh()).state is State.PAUSED
+    await box.resume()
+    result = await command.wait()
+    assert result.cause is Cause.EXITED
+    assert result.stdout == "1\n2\n3\n4\n5\n6\n7\n8\n"
+    assert result.wall_s < 1.8
+
+
+async def test_time_inside_is_right_after_a_resume(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    await box.pause()
+    await asyncio.sleep(1.0)
+    result = await box.commands.run(["date", "+%s.%N"])
+    assert abs(float(result.stdout) - time.time()) < 5
+
+
+async def test_an_upload_waits_and_loses_nothing(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    sent = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(64):
+            if number == 16:
+                sent.set()
+                await asyncio.sleep(0.2)
+            yield bytes([number]) * (256 << 10)
+
+    upload = asyncio.create_task(box.files.write("/tmp/big", pieces()))
+    await sent.wait()
+    await box.pause()
+    await asyncio.sleep(0.5)
+    assert not upload.done()
+    assert (await box.refresh()).state is State.PAUSED
+    await box.resume()
+    await upload
+    data = await box.files.read_bytes("/tmp/big")
+    assert data == b"".join(bytes([number]) * (256 << 10) for number in range(64))
+
+
+async def test_all_of_a_run_at_once(client: AsyncClient) -> None:
+    specs = [SandboxSpec(environment="debian", memory_bytes=64 << 20, disk_bytes=64 << 20, run="grpo-1")] * 8
+    boxes = [made.sandbox async for made in client.create_many(specs) if made.sandbox is not None]
+    assert set((await client.pause_many(run="grpo-1")).values()) == {None}
+    assert {info.state for info in await client.list(run="grpo-1")} == {State.PAUSED}
+    assert len(await client.resume_many(run="grpo-1")) == len(boxes) == 8
+    assert {info.state for info in await client.list(run="grpo-1")} == {State.RUNNING}
+
+
+async def test_a_server_that_is_killed_finds_it_paused(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    command = await box.commands.start("sleep 1; echo done", key="k", command_timeout_s=3)
+    await box.pause()
+    server.kill()
+    await asyncio.to_thread(server.start)
+    await asyncio.sleep(3.5)
+    assert (await box.refresh()).state is State.PAUSED
+    await box.resume()
+    result = await command.wait()
+    assert (result.cause, result.stdout) == (Cause.EXITED, "done\n")
+    await box.pause()
+    await client.kill(box.id)
+    assert (await box.refresh()).cause is Cause.DELETED
