@@ -26,6 +26,7 @@ TARGETS = {
     "_sync_sessions": ("_sessions", "_network"),
     "_sync_catalog": ("_catalog",),
     "_sync": ("_sandbox", "_client"),
+    "_sync_groups": ("_groups",),
 }
 """Generated module -> modules that it is made of."""
 CLASSES = {
@@ -42,6 +43,7 @@ CLASSES = {
     "AsyncCatalog": "Catalog",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
+    "AsyncGroup": "Group",
 }
 HEADER = '''"""The sync client. Generated from the async one by tools/generate_sync.py: change that one and run the
 tool."""
@@ -50,7 +52,7 @@ from __future__ import annotations
 
 '''
 _NAMES = re.compile(
-    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Run|Client)\b"
+    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Run|Client|Group)\b"
 )
 
 

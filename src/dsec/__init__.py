@@ -13,15 +13,18 @@ from dsec import errors
 from dsec.errors import CallerError, DsecError, PlatformError
 from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
+from dsec.sdk._groups import AsyncGroup
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
 from dsec.sdk._sessions import AsyncSession
 from dsec.sdk._streams import AsyncPortStream, AsyncWatch
 from dsec.sdk._sync import Client, Run, Sandbox
+from dsec.sdk._sync_groups import Group
 from dsec.sdk._sync_inside import Command, PortStream, Watch
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.groups import Health, Service
 from dsec.spec.network import KeyPolicy, NetworkInfo, PermissionOptions
 from dsec.spec.sandbox import ExecSpec, FileEvent, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
 from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
@@ -29,6 +32,7 @@ from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 __all__ = [
     "AsyncClient",
     "AsyncCommand",
+    "AsyncGroup",
     "AsyncPortStream",
     "AsyncRun",
     "AsyncSandbox",
@@ -45,6 +49,8 @@ __all__ = [
     "ExecSpec",
     "FileEvent",
     "FileInfo",
+    "Group",
+    "Health",
     "KeyPolicy",
     "NetworkInfo",
     "Output",
@@ -59,6 +65,7 @@ __all__ = [
     "SandboxEvent",
     "SandboxInfo",
     "SandboxSpec",
+    "Service",
     "Session",
     "SessionInfo",
     "SessionLog",

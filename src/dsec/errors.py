@@ -16,6 +16,7 @@
         SandboxEnded              sandbox_ended          410   carries its cause
         PortClosed                port_closed            409   nothing listens there inside, or the connection was cut
         BadAnswer                 bad_answer             409   a program inside answered what is not HTTP
+        ServiceFailed             service_failed         409   a service of a group ended or wasn't ready in time
         Misdirected               misdirected            421   a sandbox's host name under a domain that isn't ours
         TooLarge                  too_large              413
         Unsupported               unsupported            422   a feature that this server or host doesn't have (yet)
@@ -151,6 +152,11 @@ class PortClosed(CallerError):
 
 class BadAnswer(CallerError):
     code = "bad_answer"
+    http_status = 409
+
+
+class ServiceFailed(CallerError):
+    code = "service_failed"
     http_status = 409
 
 
