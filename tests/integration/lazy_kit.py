@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,12 @@ def publish(tree: Path, scratch: Path, store: Path) -> str:
     return manifest.digest
 
 
+@cache
+def holder_program() -> Path:
+    """The compiled holder, made once for each version of its sources and kept between runs."""
+    return build_native(Path(__file__).parents[2] / "build" / "tests") / "holder"
+
+
 class Node:
     """A cache directory, its marked twin, a holder and a filler."""
 
@@ -118,7 +125,7 @@ class Node:
         syscalls.mount(self.cache, self.marked, None, syscalls.MS_BIND)
         self.holder_path = root / "holder.sock"
         self.control_path = root / "fill.sock"
-        self.program = build_native(root / "native") / "holder"
+        self.program = holder_program()
         self.holder = holder.start_holder(self.program, self.holder_path, self.marked, deadline_s=deadline_s)
         self.kept: tuple[int, int] | None = None
         self.filler: subprocess.Popen[bytes] | None = None

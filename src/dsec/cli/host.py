@@ -148,6 +148,28 @@ def bench_net(arguments: tuple[str, ...]) -> int:
     return net.main(list(arguments))
 
 
+@bench.command("lazy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_lazy(arguments: tuple[str, ...]) -> int:
+    """Layers that are filled on demand: against local ones, and whole-layer fetching."""
+    try:
+        from dsec.bench import lazy
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return lazy.main(list(arguments))
+
+
+@bench.command("burst", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_burst(arguments: tuple[str, ...]) -> int:
+    """Many sandboxes of environments that share layers, on a cold node."""
+    try:
+        from dsec.bench import burst
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return burst.main(list(arguments))
+
+
 @click.group("host")
 def host_group() -> None:
     """What dsec changes on this host."""

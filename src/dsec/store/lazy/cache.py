@@ -131,8 +131,9 @@ class CachedLayer:
         temporary = self.root / "synced.new"
         with open(temporary, "wb") as file:
             file.write(boot_id() + bits)
-            file.flush()
-            os.fsync(file.fileno())
+            if any(bits):  # promises of nothing need no disk: what is lost of them reads as nothing, too
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(self.root / "synced")
 
     def _is_filled(self, chunk: Chunk) -> bool:

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
 """A mounted layer of which no read asked for so long may lose its data."""
+NICE = -10
+"""Sandboxes wait for this process: it must not wait for those that compute."""
 _NUMBER = "number"
 """Holds a layer's number at the holder."""
 
@@ -384,10 +386,18 @@ class Filler:
             writer.write(msgspec.json.encode(event) + b"\n")
 
 
+def _be_prompt() -> None:
+    """Before any thread is made: they inherit it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        Path("/proc/self/autogroup").write_text(str(NICE))  # where sessions are groups, nice counts only inside one
+
+
 async def serve_filler(filler: Filler, control: Path) -> None:
     """Run until SIGTERM, or until the holder is gone."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    _be_prompt()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     filler.open()
     server = await filler.serve_control(control)
