@@ -169,6 +169,22 @@ def test_what_cannot_be_built(
     assert [each.spec for each in client.list()] == []
 
 
+def test_commands_reach_what_the_build_names(client: Client, tmp_path: Path) -> None:
+    dockerfile = """\
+FROM debian
+RUN getent hosts example.com >/named; getent hosts example.org >/other || true
+RUN --network=none getent hosts example.com >/none || true
+"""
+    top = context(tmp_path, dockerfile)
+    for name, network, lines in (("named", {"host:example.com": True}, "1 0 0\n"), ("nothing", {}, "0 0 0\n")):
+        client.catalog.build_dockerfile(top, name, network=network)
+        with client.create(name) as box:
+            assert (
+                box.commands.run("echo $(cat /named | wc -l) $(cat /other | wc -l) $(cat /none | wc -l)").stdout
+                == lines
+            )
+
+
 def test_links_in_a_stage_lead_nowhere_else(client: Client, tmp_path: Path) -> None:
     """COPY reads what is in the stage, never this machine's files."""
     secret = tmp_path / "secret"

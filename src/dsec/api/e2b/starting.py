@@ -18,6 +18,7 @@ from dsec.store.service import LayerService
 READY_S = 45.0
 """How long a sandbox may take until its ready command says so; E2B's client waits for 60 s."""
 _EVERY_S = 0.25
+_MAX_KNOWN = 10_000
 _SLEEP = re.compile(r"\s*sleep\s+[0-9.]+\s*")
 
 
@@ -27,14 +28,21 @@ class Starter:
     def __init__(self, edge: EdgeClient, layers: LayerService) -> None:
         self._edge = edge
         self._layers = layers
+        self._configs: dict[str, ImageConfig] = {}
+        """Of topmost layers that were asked for."""
 
     async def config(self, name: str, project: str) -> ImageConfig:
         """What the topmost layer of an environment says. Raises `EnvironmentNotFound`."""
-        environment = self._layers.environments.get(name, project)
-        with contextlib.suppress(NotFound):
-            manifest = await asyncio.to_thread(self._layers.layers.manifest, environment.layers[0])
-            return manifest.config
-        return ImageConfig()
+        top = self._layers.environments.get(name, project).layers[0]
+        known = self._configs.get(top)
+        if known is None:
+            known = ImageConfig()
+            with contextlib.suppress(NotFound):  # a layer of the first version says nothing
+                known = (await asyncio.to_thread(self._layers.layers.manifest, top)).config
+            if len(self._configs) >= _MAX_KNOWN:
+                self._configs.clear()
+            self._configs[top] = known
+        return known
 
     @staticmethod
     def sized(spec: SandboxSpec, config: ImageConfig) -> SandboxSpec:
