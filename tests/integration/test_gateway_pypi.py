@@ -97,7 +97,7 @@ async def test_without_dates_everything_is_hidden_and_says_why(front: Front, ind
     front.grant("pypi", before="2022-12-31")
     status, body = await front.get(PAGE)
     assert status == 404
-    assert b"doesn't say when it was uploaded" in body
+    assert b"doesn't say when it was published" in body
     assert (await front.get("http://pypi.dsec/files/tool/tool-1.0-py3-none-any.whl"))[0] == 403
 
 

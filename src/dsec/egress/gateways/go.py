@@ -22,7 +22,8 @@ from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
 from dsec.egress.gateways.cache import Item
 from dsec.egress.gateways.config import Upstream, default_go
 from dsec.egress.gateways.paths import spell
-from dsec.egress.gateways.semver import Either, Rule, Rules, order
+from dsec.egress.gateways.rules import Either, Rules
+from dsec.egress.gateways.semver import Rule, order
 
 HOST = "go.dsec"
 AT_ONCE = 16
@@ -48,7 +49,7 @@ class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.rules()
 
-    def rules(self, below: str = "") -> Rules:
+    def rules(self, below: str = "") -> Rules[str]:
         """`below`: only this module and those below its path. Raises `ValueError`."""
         return Rules(
             below=below,
@@ -97,7 +98,7 @@ class GoGateway(BaseGateway):
             **({} if self._shared.config.go_checksums else {"GOSUMDB": "off"}),
         }
 
-    def _module(self, call: Call, rules: Either, module: list[str]) -> str:
+    def _module(self, call: Call, rules: Either[str], module: list[str]) -> str:
         """A module's real name, if it may be had. Raises `Refusal`."""
         name = re.sub("!([a-z])", lambda found: found[1].upper(), "/".join(module))
         if not rules.package(name):
@@ -105,7 +106,7 @@ class GoGateway(BaseGateway):
         call.noted["module"] = name
         return name
 
-    async def _versions(self, call: Call, rules: Either, module: list[str]) -> list[str]:
+    async def _versions(self, call: Call, rules: Either[str], module: list[str]) -> list[str]:
         """The versions that are shown."""
         name = self._module(call, rules, module)
         text = await self._read(call, [*module, "@v", "list"])
@@ -126,7 +127,7 @@ class GoGateway(BaseGateway):
         keep = await asyncio.gather(*(shown(version) for version in versions))
         return [version for version, kept in zip(versions, keep, strict=True) if kept]
 
-    async def _latest(self, call: Call, rules: Either, module: list[str]) -> web.StreamResponse:
+    async def _latest(self, call: Call, rules: Either[str], module: list[str]) -> web.StreamResponse:
         name = self._module(call, rules, module)
         info: dict[str, Any] = msgspec.json.decode(await self._read(call, [*module, "@latest"]))
         if rules.hidden(name, str(info.get("Version")), moment(info.get("Time"))) is not None:
@@ -138,7 +139,7 @@ class GoGateway(BaseGateway):
             info = await self._info(call, module, max(versions)[2])
         return await self._plain(call, msgspec.json.encode(info).decode(), "application/json")
 
-    async def _check(self, call: Call, rules: Either, module: list[str], version: str) -> None:
+    async def _check(self, call: Call, rules: Either[str], module: list[str], version: str) -> None:
         """Raises `Refusal` where a version is hidden."""
         name = self._module(call, rules, module)
         published = None
@@ -147,7 +148,7 @@ class GoGateway(BaseGateway):
         if why := rules.hidden(name, version, published):
             raise forbidden(call.permission, f"{name}@{version} is hidden: {why}")
 
-    async def _checksums(self, call: Call, rules: Either, path: list[str]) -> web.StreamResponse:
+    async def _checksums(self, call: Call, rules: Either[str], path: list[str]) -> web.StreamResponse:
         if path[2] == "lookup":
             found = _LOOKUP.fullmatch("/".join(path[3:]))
             if found is None:

@@ -22,7 +22,8 @@ from dsec.egress.gateways.config import Upstream, default_npm
 from dsec.egress.gateways.packument import ABBREVIATED, abbreviated, filtered, linked
 from dsec.egress.gateways.parsed import Parsed
 from dsec.egress.gateways.paths import BadPath, segments, spell
-from dsec.egress.gateways.semver import Either, Rule, Rules
+from dsec.egress.gateways.rules import Either, Rules
+from dsec.egress.gateways.semver import Rule
 
 HOST = "npm.dsec"
 _PART = re.compile(r"[A-Za-z0-9_~!*'()-][A-Za-z0-9._~!*'()-]{0,213}")
@@ -44,7 +45,7 @@ class NpmOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.rules()
 
-    def rules(self) -> Rules:
+    def rules(self) -> Rules[str]:
         """Raises `ValueError`."""
         return Rules(
             before=None if self.before is None else instant(self.before),
@@ -101,7 +102,7 @@ class NpmGateway(BaseGateway):
             "YARN_UNSAFE_HTTP_WHITELIST": HOST,
         }
 
-    async def _packument(self, call: Call, rules: Either, name: str) -> web.StreamResponse:
+    async def _packument(self, call: Call, rules: Either[str], name: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name)
         call.noted |= {"package": name, "hidden": len(hidden)}
         if hidden and not document["versions"]:
@@ -112,7 +113,7 @@ class NpmGateway(BaseGateway):
         kind = ABBREVIATED if short else "application/json"
         return await call.page(msgspec.json.encode(document), {"Content-Type": kind, "Vary": "Accept"})
 
-    async def _manifest(self, call: Call, rules: Either, name: str, version: str) -> web.StreamResponse:
+    async def _manifest(self, call: Call, rules: Either[str], name: str, version: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name)
         version = document["dist-tags"].get(version, version)
         if version in hidden:
@@ -123,7 +124,7 @@ class NpmGateway(BaseGateway):
         manifest = _local(name, document)["versions"][version]
         return await call.page(msgspec.json.encode(manifest), {"Content-Type": "application/json"})
 
-    async def _tarball(self, call: Call, rules: Either, name: str, filename: str) -> web.StreamResponse:
+    async def _tarball(self, call: Call, rules: Either[str], name: str, filename: str) -> web.StreamResponse:
         document, hidden = await self._shown(call, rules, name, everything=True)
         for version, manifest in document["versions"].items():
             url = URL(str(manifest["dist"].get("tarball", "")), encoded=True)
@@ -152,7 +153,7 @@ class NpmGateway(BaseGateway):
         return self._found
 
     async def _shown(
-        self, call: Call, rules: Either, name: str, *, everything: bool = False
+        self, call: Call, rules: Either[str], name: str, *, everything: bool = False
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """A package as the rules show it (or all of it), and why which version is hidden."""
         if not rules.package(name):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsec.egress.gateways.base import moment
-from dsec.egress.gateways.semver import Either, order
+from dsec.egress.gateways.rules import Either
+from dsec.egress.gateways.semver import order
 
 ABBREVIATED = "application/vnd.npm.install-v1+json"
 
@@ -35,7 +36,9 @@ _KEPT = [
 ]
 
 
-def filtered(document: Mapping[str, Any], name: str, rules: Either | None) -> tuple[dict[str, Any], dict[str, str]]:
+def filtered(
+    document: Mapping[str, Any], name: str, rules: Either[str] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """A packument as the rules show it (None: all of it), and why which version is hidden."""
     given = document.get("time")
     times: dict[str, Any] = given if isinstance(given, dict) else {}

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from yarl import URL
 
 from dsec.egress.gateway import Grant
@@ -22,6 +23,7 @@ from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidd
 from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
 from dsec.egress.gateways.config import Upstream, default_pypi
 from dsec.egress.gateways.parsed import Parsed
+from dsec.egress.gateways.rules import Either, Rules
 
 HOST = "pypi.dsec"
 _PROJECT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9])?")
@@ -43,9 +45,9 @@ class PypiOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.rules()
 
-    def rules(self) -> simple.Rules:
+    def rules(self) -> Rules[Version | None]:
         """Raises `ValueError`."""
-        return simple.Rules(
+        return Rules(
             before=None if self.before is None else instant(self.before),
             allow=None if self.allow is None else [simple.Rule.read(each) for each in self.allow],
             deny=[simple.Rule.read(each) for each in self.deny],
@@ -67,7 +69,7 @@ class PypiGateway(BaseGateway):
 
     async def serve(self, call: Call) -> web.StreamResponse:
         call.reading()
-        rules = simple.Either([self.read_options(each, PypiOptions).rules() for each in call.visit.grants])
+        rules = Either([self.read_options(each, PypiOptions).rules() for each in call.visit.grants])
         match call.path():
             case ["simple", project] | ["simple", project, ""] if project:
                 return await self._page(call, rules, project)
@@ -90,11 +92,11 @@ class PypiGateway(BaseGateway):
             "PIPENV_PYPI_MIRROR": index,
         }
 
-    async def _projects(self, call: Call, rules: simple.Either) -> web.StreamResponse:
+    async def _projects(self, call: Call, rules: Either[Version | None]) -> web.StreamResponse:
         listed = [each.within if each.allow is None else each.allow for each in rules.rules]
         if None in listed:
             raise missing("the list of all projects isn't served: ask for a project's page")
-        names = sorted({rule.name for allow in listed for rule in allow or () if rules.project(rule.name)})
+        names = sorted({rule.name for allow in listed for rule in allow or () if rules.package(rule.name)})
         if simple.JSON_TYPE in call.request.headers.get("Accept", ""):
             body = {"meta": {"api-version": "1.0"}, "projects": [{"name": name} for name in names]}
             return await call.page(msgspec.json.encode(body), {"Content-Type": simple.JSON_TYPE, "Vary": "Accept"})
@@ -102,7 +104,7 @@ class PypiGateway(BaseGateway):
         page = f"<!DOCTYPE html>\n<html><body>\n{links}\n</body></html>\n"
         return await call.page(page.encode(), {"Content-Type": "text/html; charset=utf-8", "Vary": "Accept"})
 
-    async def _page(self, call: Call, rules: simple.Either, project: str) -> web.StreamResponse:
+    async def _page(self, call: Call, rules: Either[Version | None], project: str) -> web.StreamResponse:
         page, hidden = await self._shown(call, rules, _name(project))
         if hidden and not page.files:
             reasons = "; ".join(dict.fromkeys(list(hidden.values())[-3:]))
@@ -117,7 +119,7 @@ class PypiGateway(BaseGateway):
             return await call.page(simple.render_json(page, link), {**headers, "Content-Type": simple.JSON_TYPE})
         return await call.page(simple.render_html(page, link), {**headers, "Content-Type": "text/html; charset=utf-8"})
 
-    async def _file(self, call: Call, rules: simple.Either, project: str, filename: str) -> web.StreamResponse:
+    async def _file(self, call: Call, rules: Either[Version | None], project: str, filename: str) -> web.StreamResponse:
         if not _FILE.fullmatch(filename):
             raise missing(f"{project} has no such file")
         page, hidden = await self._shown(call, rules, _name(project))
@@ -151,9 +153,11 @@ class PypiGateway(BaseGateway):
             raise broken(call.permission, "no package index is configured on this node")
         return self._found
 
-    async def _shown(self, call: Call, rules: simple.Either, project: str) -> tuple[simple.Page, dict[str, str]]:
+    async def _shown(
+        self, call: Call, rules: Either[Version | None], project: str
+    ) -> tuple[simple.Page, dict[str, str]]:
         """A project's page as the rules show it, and why which of its files is hidden."""
-        if not rules.project(project):
+        if not rules.package(project):
             raise forbidden(call.permission, f"it doesn't include the project {project}")
         upstream = await self._upstream(call)
         base = URL(upstream.url.rstrip("/") + f"/{project}/")
@@ -174,7 +178,7 @@ class PypiGateway(BaseGateway):
         for file in page.files:
             if not _FILE.fullmatch(file.filename):
                 continue
-            why = rules.hidden(project, file, times[file.filename])
+            why = rules.hidden(project, file.version(), times[file.filename])
             if why is None:
                 shown.append(file)
             else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from html.parser import HTMLParser
 from typing import Any
 
@@ -181,61 +180,17 @@ class Rule(Struct, frozen=True):
             raise ValueError(f"{text!r}: a rule has a name and versions, nothing else")
         return cls(canonicalize_name(requirement.name), requirement)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all versions are meant."""
+        return not self.requirement.specifier
+
+    def names(self, name: str) -> bool:
+        """Whether a project is meant."""
+        return name == self.name
+
     def matches(self, version: Version | None, *, otherwise: bool) -> bool:
         """Whether a release is meant; `otherwise` where its version can't be known."""
-        if not self.requirement.specifier:
+        if self.whole:
             return True
         return otherwise if version is None else self.requirement.specifier.contains(version, prereleases=True)
-
-
-class Rules(Struct, frozen=True):
-    """What of an index one permission shows."""
-
-    before: datetime | None = None
-    allow: Sequence[Rule] | None = None
-    deny: Sequence[Rule] = ()
-    within: Sequence[Rule] | None = None
-    """A second `allow`: both have to hold."""
-
-    def project(self, name: str) -> bool:
-        """Whether anything of a project can be shown."""
-        if any(rule.name == name and not rule.requirement.specifier for rule in self.deny):
-            return False
-        return all(each is None or any(rule.name == name for rule in each) for each in (self.allow, self.within))
-
-    def hidden(self, name: str, file: File, uploaded: datetime | None) -> str | None:
-        """Why a file isn't shown; None where it is."""
-        version = file.version()
-        if any(rule.name == name and rule.matches(version, otherwise=True) for rule in self.deny):
-            return "denied"
-        for allowed in (self.allow, self.within):
-            if allowed is not None and not any(
-                rule.name == name and rule.matches(version, otherwise=False) for rule in allowed
-            ):
-                return "not allowed"
-        if self.before is not None:
-            if uploaded is None:
-                return "the index doesn't say when it was uploaded"
-            if uploaded >= self.before:
-                return f"uploaded on {uploaded.date()}, not before {self.before.isoformat()}"
-        return None
-
-
-class Either(Struct, frozen=True):
-    """What several permissions show together."""
-
-    rules: Sequence[Rules]
-
-    @property
-    def dated(self) -> bool:
-        """Whether dates matter."""
-        return any(each.before is not None for each in self.rules)
-
-    def project(self, name: str) -> bool:
-        """As `Rules.project`."""
-        return any(each.project(name) for each in self.rules)
-
-    def hidden(self, name: str, file: File, uploaded: datetime | None) -> str | None:
-        """As `Rules.hidden`: the first one's reason."""
-        reasons = [each.hidden(name, file, uploaded) for each in self.rules if each.project(name)]
-        return None if None in reasons else next(iter(reasons), "denied")
