@@ -25,7 +25,8 @@ TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
     "_sync_catalog": ("_catalog",),
-    "_sync": ("_sandbox", "_client"),
+    "_sync_sandbox": ("_sandbox",),
+    "_sync": ("_run", "_client"),
     "_sync_groups": ("_groups",),
 }
 """Generated module -> modules that it is made of."""
@@ -214,7 +215,7 @@ class Writer:
         self.used.add(name)
 
     def text(self, elsewhere: dict[str, str]) -> str:
-        """`elsewhere`: sync classes of other modules."""
+        """`elsewhere`: sync classes of other modules; those of the last one are for annotations only."""
         found: dict[str, set[str]] = {"dsec.sdk._portal": {"Wrapper", "call", "iterate", "unwrap", "unwrap_each"}}
         for name in self.used:
             if name == "Iterator":
@@ -224,6 +225,10 @@ class Writer:
             elif name in self.imports and name not in CLASSES.values():
                 found.setdefault(self.imports[name], set()).add(name)
         imports = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(found.items())]
+        later = sorted(self.used & set(CLASSES.values()) - self.made - elsewhere.keys())
+        if later:
+            imports.insert(0, "from typing import TYPE_CHECKING\n")
+            imports.append(f"\nif TYPE_CHECKING:\n    from dsec.sdk._sync import {', '.join(later)}\n")
         return HEADER + "".join(imports) + "\n".join(self.lines) + "\n"
 
 

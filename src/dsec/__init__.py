@@ -15,12 +15,14 @@ from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
 from dsec.sdk._groups import AsyncGroup
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
-from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._run import AsyncRun
+from dsec.sdk._sandbox import AsyncSandbox
 from dsec.sdk._sessions import AsyncSession
 from dsec.sdk._streams import AsyncPortStream, AsyncWatch
-from dsec.sdk._sync import Client, Run, Sandbox
+from dsec.sdk._sync import Client, Run
 from dsec.sdk._sync_groups import Group
 from dsec.sdk._sync_inside import Command, PortStream, Watch
+from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent

@@ -13,6 +13,7 @@
         FileError                 file_error             409   errno and path: is a directory, exists, not empty, ...
         BuildFailed               build_failed           422   a command of a build failed; details say how
         Conflict                  conflict               409   a key was used for a different request
+          RunFenced               run_fenced             409   a later client has taken the run over
         SandboxEnded              sandbox_ended          410   carries its cause
         PortClosed                port_closed            409   nothing listens there inside, or the connection was cut
         BadAnswer                 bad_answer             409   a program inside answered what is not HTTP
@@ -138,6 +139,10 @@ class BuildFailed(CallerError):
 class Conflict(CallerError):
     code = "conflict"
     http_status = 409
+
+
+class RunFenced(Conflict):
+    code = "run_fenced"
 
 
 class SandboxEnded(CallerError):

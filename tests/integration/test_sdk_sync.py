@@ -16,7 +16,7 @@ import pytest
 from api_kit import CutProxy, Served, served_in_thread
 
 import dsec
-from dsec.sdk import _client, _command, _commands, _files, _sandbox, _sync, _sync_inside
+from dsec.sdk import _client, _command, _commands, _files, _run, _sandbox, _sync, _sync_inside, _sync_sandbox
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -59,8 +59,8 @@ def test_it_is_what_the_tool_writes() -> None:
     ("asynchronous", "sync"),
     [
         (_client.AsyncClient, _sync.Client),
-        (_sandbox.AsyncSandbox, _sync.Sandbox),
-        (_sandbox.AsyncRun, _sync.Run),
+        (_sandbox.AsyncSandbox, _sync_sandbox.Sandbox),
+        (_run.AsyncRun, _sync.Run),
         (_commands.AsyncCommands, _sync_inside.Commands),
         (_command.AsyncCommand, _sync_inside.Command),
         (_files.AsyncFiles, _sync_inside.Files),

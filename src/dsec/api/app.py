@@ -106,6 +106,8 @@ class Api:
         edge = self._edge
         if raw.startswith("/v1/"):
             x.principal = edge.authenticate(x.bearer())
+            if (speaks_for := x.run()) is not None:
+                edge.check_run(x.principal.project, *speaks_for)
             if raw.startswith(_SANDBOXES):
                 sandbox_id, _, rest = raw[len(_SANDBOXES) :].partition("/")
                 edge.authorize(x.principal, sandbox_id)

@@ -27,6 +27,7 @@ from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, Permissi
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
+from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import PortAccess, SandboxInfo, SandboxSpec, Seconds, State
 from dsec.spec.tripwires import TripwireState
 
@@ -55,6 +56,19 @@ class RenewRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     ttl_s: Seconds | None
     """From now; null: never."""
+
+
+class RunRenewal(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a renewal of a run's lease."""
+
+    name: str
+    epoch: int
+
+
+class RunList(Struct, frozen=True):
+    """Answer to `GET /v1/runs`."""
+
+    runs: list[RunInfo]
 
 
 class NetworkRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +203,19 @@ def build(
     async def list_environments(scope: Scope) -> Environments:
         return Environments(list(environments(exchange(scope).project())))
 
+    @get("/v1/runs", summary="The project's runs: their epochs and leases")
+    async def list_runs(scope: Scope, name: FromQuery[str | None] = None) -> RunList:
+        project = exchange(scope).project()
+        return RunList(edge.runs(project) if name is None else [edge.run(project, name)])
+
+    @post("/v1/runs", status_code=200, summary="Begin a new epoch of a run; clients of earlier ones are fenced off")
+    async def open_run(scope: Scope, data: JSONBody[RunRequest]) -> RunInfo:
+        return edge.open_run(exchange(scope).owner().project, data)
+
+    @post("/v1/runs:renew", status_code=200, summary="Renew a run's lease, as a client of an epoch")
+    async def renew_run(scope: Scope, data: JSONBody[RunRenewal]) -> RunInfo:
+        return edge.renew_run(exchange(scope).owner().project, data.name, data.epoch)
+
     @get("/v1/node", summary="Node facts and counts")
     async def node() -> NodeInfo:
         return edge.node()
@@ -230,6 +257,9 @@ def build(
             tripwires,
             resume_tripwires,
             list_environments,
+            list_runs,
+            open_run,
+            renew_run,
             node,
             list_keys,
             create_key,

@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import msgspec
 
@@ -76,6 +76,7 @@ class Exchange:
         "_expects",
         "_more",
         "_query",
+        "_run",
         "authorization",
         "began",
         "content_length",
@@ -100,6 +101,7 @@ class Exchange:
         self.host = b""
         self.content_length: int | None = None
         self.release = b""
+        self._run = b""
         self.began = False
         self.failed: DsecError | None = None
         """The error that a control route answered with."""
@@ -117,6 +119,8 @@ class Exchange:
                 self.host = value
             elif name == b"x-request-id":
                 request_id = value[:128]
+            elif name == b"x-dsec-run":
+                self._run = value
             elif name == b"x-dsec-release":
                 self.release = value
             elif name == b"expect":
@@ -140,6 +144,16 @@ class Exchange:
         """The token of `Authorization: Bearer TOKEN`, or ''."""
         kind, _, token = self.authorization.partition(b" ")
         return token.strip().decode("latin-1") if kind.lower() == b"bearer" else ""
+
+    def run(self) -> tuple[str, int] | None:
+        """The run that the caller speaks for, and its epoch: the header `X-Dsec-Run: EPOCH NAME`, the name quoted as in
+        a URL. Raises `InvalidRequest`."""
+        if not self._run:
+            return None
+        epoch, _, name = self._run.partition(b" ")
+        if not epoch.isdigit() or not name or len(epoch) > 18:
+            raise InvalidRequest("X-Dsec-Run is an epoch and a run's name")
+        return unquote(name.decode("latin-1")), int(epoch)
 
     def project(self) -> str:
         """The caller's project. Raises `PermissionDenied` for a sandbox token, which reaches its sandbox alone."""

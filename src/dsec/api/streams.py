@@ -83,6 +83,8 @@ async def _opened(edge: EdgeClient, x: Exchange) -> PortStream:
     if not raw.startswith(_PREFIX):
         raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
     principal = edge.authenticate(x.bearer())
+    if (speaks_for := x.run()) is not None:
+        edge.check_run(principal.project, *speaks_for)
     sandbox_id, _, rest = raw[len(_PREFIX) :].partition("/")
     edge.authorize(principal, sandbox_id)
     head, _, port = rest.partition("/")

@@ -1,4 +1,4 @@
-"""State that outlives its callers: what an edge offers for pausing sandboxes; a part of `EdgeClient`.
+"""State that outlives its callers: pausing sandboxes, runs and their leases; a part of `EdgeClient`.
 
 Owns `Kept` and its values. `dsec.edge.kept_calls` implements it.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from dsec.errors import ErrorBody
+from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import SandboxInfo
 
 
@@ -22,7 +23,7 @@ class PauseItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Kept(Protocol):
-    """Sandboxes that stand still."""
+    """Sandboxes that stand still, and who speaks for them."""
 
     async def pause(self, sandbox_id: str) -> SandboxInfo:
         """Freeze it; its memory is given back soon after. On record when this returns. One that is paused stays so.
@@ -45,4 +46,26 @@ class Kept(Protocol):
     ) -> list[PauseItem]:
         """Pause (or resume) those named by `ids`, or all running ones of a run and with labels. Results in the order
         given, other projects' and unknown ones as `sandbox_not_found`."""
+        ...
+
+    # --- runs ---
+
+    def open_run(self, project: str, asked: RunRequest) -> RunInfo:
+        """Begin a new epoch of a run, with a whole lease; clients of earlier ones are fenced off."""
+        ...
+
+    def run(self, project: str, name: str) -> RunInfo:
+        """A run as it is. Raises `NotFound`."""
+        ...
+
+    def runs(self, project: str) -> list[RunInfo]:
+        """The project's runs, by name."""
+        ...
+
+    def renew_run(self, project: str, name: str, epoch: int) -> RunInfo:
+        """Its lease is whole again. Raises `NotFound`, `RunFenced`."""
+        ...
+
+    def check_run(self, project: str, name: str, epoch: int) -> None:
+        """Raises `RunFenced` where the run is in another epoch, `NotFound`."""
         ...

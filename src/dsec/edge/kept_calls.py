@@ -10,9 +10,11 @@ from dsec.edge.client import Principal
 from dsec.edge.kept import PauseItem
 from dsec.edge.lives import Lives
 from dsec.edge.pauses import Pauses
+from dsec.edge.runs import Runs
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.errors import DsecError, Unavailable
 from dsec.journal.records import Journal, Record
+from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import PausedBy, SandboxInfo, State
 
 
@@ -24,6 +26,7 @@ class KeptCalls:
     _lives: Lives
     _open: bool
     _pauses: Pauses
+    _runs: Runs
 
     async def pause(self, sandbox_id: str) -> SandboxInfo:
         self._check_open()
@@ -60,6 +63,23 @@ class KeptCalls:
             return PauseItem(id=sandbox_id)
 
         return await asyncio.gather(*(one(sandbox_id) for sandbox_id in wanted))
+
+    def open_run(self, project: str, asked: RunRequest) -> RunInfo:
+        self._check_open()
+        return self._runs.open(project, asked)
+
+    def run(self, project: str, name: str) -> RunInfo:
+        return self._runs.get(project, name)
+
+    def runs(self, project: str) -> list[RunInfo]:
+        return self._runs.list(project)
+
+    def renew_run(self, project: str, name: str, epoch: int) -> RunInfo:
+        self._check_open()
+        return self._runs.renew(project, name, epoch)
+
+    def check_run(self, project: str, name: str, epoch: int) -> None:
+        self._runs.check(project, name, epoch)
 
     def _matching(self, project: str, run: str | None, labels: Mapping[str, str], state: State) -> list[str]:
         return [

@@ -27,6 +27,7 @@ from dsec.edge.observer import Observer
 from dsec.edge.pauses import Pauses
 from dsec.edge.removal import delete_each
 from dsec.edge.requests import scope_of
+from dsec.edge.runs import Runs
 from dsec.edge.sandbox import info_of
 from dsec.edge.settling import end_all, settle
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
@@ -37,6 +38,7 @@ from dsec.egress.node import Egress
 from dsec.errors import InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal
+from dsec.journal.run_store import RunStore
 from dsec.journal.state_dir import StateDir
 from dsec.plan.permissions import BUILT_IN
 from dsec.ports import Backend, Clock, GuestChannel, Usage
@@ -91,6 +93,9 @@ class Edge(KeptCalls):
             tripwires=self._tripwires,
         )
         self._pauses = Pauses(lives=self._lives, journal=journal, clock=clock, tasks=tasks)
+        self._runs = Runs(
+            store=RunStore(state.path / "runs.db"), lives=self._lives, pauses=self._pauses, clock=clock, tasks=tasks
+        )
         self._tripwires.serve(
             self._lives.sandboxes, end=self._lives.end, pause=self._pauses.pause, resume=self._pauses.resume
         )
@@ -163,6 +168,7 @@ class Edge(KeptCalls):
                 edge._commands.adopt(sandbox)
                 await edge._networks.adopt(sandbox)
                 await edge._tripwires.adopt(sandbox)
+            edge._runs.start()
             edge._open = True
             undo.pop_all()
         return edge
@@ -177,6 +183,7 @@ class Edge(KeptCalls):
             stack.callback(self._state.close)
             stack.push_async_callback(self._journal.close)
             stack.callback(self._events.close)
+            stack.callback(self._runs.close)
             for backend in self._backends.values():
                 stack.push_async_callback(backend.close, keep=keep)
             stack.push_async_callback(self._tasks.close)

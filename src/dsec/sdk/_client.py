@@ -14,10 +14,12 @@ from dsec.sdk._catalog import AsyncCatalog
 from dsec.sdk._config import find_endpoint
 from dsec.sdk._many import chosen, move_many, run_many
 from dsec.sdk._results import CreateResult, RunResult
-from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._run import AsyncRun
+from dsec.sdk._sandbox import AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
 from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy
+from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
 
 Layers = list[str]
@@ -91,9 +93,31 @@ class AsyncClient:
         info = await self._transport.call("GET", url, SandboxInfo, request_timeout_s=request_timeout_s)
         return AsyncSandbox(self._transport, info)
 
-    def run(self, name: str) -> AsyncRun:
-        """A run by its name: its sandboxes are made and found by names of their own. Asks the server nothing."""
-        return AsyncRun(self, name)
+    def run(self, name: str, *, lease_s: float | None = None, on_lapse: OnLapse = "pause") -> AsyncRun:
+        """A run by its name: its sandboxes are made and found by names of their own.
+
+        `lease_s`: it has a lease, renewed in the background by this process; it is opened, which begins a new epoch and
+        fences off the clients of earlier ones, by `async with` or the first call. `on_lapse`: what becomes of all its
+        sandboxes when nobody renews it: `pause`, `stop` or `keep`."""
+        client = self if lease_s is None else self._apart()
+        return AsyncRun(client, name, lease_s, on_lapse)
+
+    async def attach_run(self, name: str, *, request_timeout_s: float | None = None) -> AsyncRun:
+        """A run that has a lease, as one more client of its current epoch: its sandboxes are found again, and its lease
+        is renewed. Raises `NotFound`."""
+        url = self._transport.url("/v1/runs", name=name)
+        found = await self._transport.call("GET", url, dict[str, list[RunInfo]], request_timeout_s=request_timeout_s)
+        run = AsyncRun(self._apart(), name, None, "pause", found["runs"][0])
+        await run.open()
+        await run.renew()
+        return run
+
+    def _apart(self) -> AsyncClient:
+        """A client of the same server whose requests speak for a run."""
+        client = AsyncClient.__new__(AsyncClient)
+        client._transport = Transport(self._transport.endpoint, retry_s=self._transport.retry_s)
+        client.catalog = AsyncCatalog(client._transport)
+        return client
 
     async def list(
         self,

@@ -285,57 +285,6 @@ class AsyncSandbox:
         await self.kill()
 
 
-class AsyncRun:
-    """A training or evaluation job: sandboxes that are found again by name, by any process."""
-
-    def __init__(self, client: AsyncClient, name: str) -> None:
-        """Not for callers: use `client.run`."""
-        self._client = client
-        self.name: str = name
-
-    async def sandbox(
-        self,
-        name: str,
-        environment: str | SandboxSpec,
-        *,
-        deadline_s: float | None = None,
-        request_timeout_s: float | None = None,
-        **fields: Any,
-    ) -> AsyncSandbox:
-        """The live sandbox of this name in this run, or a new one. Raises `Conflict` where it exists with another
-        spec; else as `AsyncSandbox.create`."""
-        return await AsyncSandbox.create(
-            environment,
-            client=self._client,
-            deadline_s=deadline_s,
-            request_timeout_s=request_timeout_s,
-            **{**fields, "run": self.name, "name": name},
-        )
-
-    async def list(
-        self,
-        *,
-        states: Sequence[State | str] = (),
-        labels: Mapping[str, str] | None = None,
-        limit: int | None = None,
-        request_timeout_s: float | None = None,
-    ) -> list[SandboxInfo]:
-        """The run's sandboxes; see `AsyncSandbox.list`."""
-        return await AsyncSandbox.list(
-            states=states,
-            run=self.name,
-            labels=labels,
-            limit=limit,
-            client=self._client,
-            request_timeout_s=request_timeout_s,
-        )
-
-    async def kill(self, *, request_timeout_s: float | None = None) -> dict[str, DsecError]:
-        """End all of the run's sandboxes; returns the errors by id."""
-        infos = await self.list(request_timeout_s=request_timeout_s)
-        return await AsyncSandbox.kill_many(infos, client=self._client, request_timeout_s=request_timeout_s)
-
-
 def make_spec(environment: str | SandboxSpec, fields: Mapping[str, Any]) -> SandboxSpec:
     """A spec of what a caller wrote. Raises `InvalidRequest` with the field's name for a value that can't be."""
     if isinstance(environment, SandboxSpec):

@@ -8,242 +8,27 @@ from types import TracebackType
 from typing import Any
 
 from dsec.errors import DsecError
-from dsec.ports import Usage
 from dsec.sdk._client import AsyncClient, Keys, Layers
-from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
+from dsec.sdk._portal import Wrapper, call, iterate, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
-from dsec.sdk._sandbox import AsyncRun, AsyncSandbox
+from dsec.sdk._run import AsyncRun
 from dsec.sdk._sync_catalog import Catalog
-from dsec.sdk._sync_inside import Commands, Files, Ports
-from dsec.sdk._sync_sessions import NetworkAccess, Sessions
+from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
-from dsec.spec.events import SandboxEvent
 from dsec.spec.network import KeyPolicy
+from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
-from dsec.spec.tripwires import TripwireState
-
-
-class Sandbox(Wrapper):
-    """One sandbox. Make it with `create`, find it again with `connect`; leaving `with` ends it.
-
-    Nothing else ends it but `kill`, its `ttl_s` and its own doing: it outlives this object, its connection and this
-    process.
-    """
-
-    _async: AsyncSandbox
-
-    def __init__(self, inner: AsyncSandbox) -> None:
-        """Not for callers."""
-        self._async = inner
-
-    @property
-    def id(self) -> str:
-        return self._async.id
-
-    @property
-    def info(self) -> SandboxInfo:
-        """As the server saw it when it was last asked (`refresh`)."""
-        return self._async.info
-
-    @property
-    def commands(self) -> Commands:
-        return Commands(self._async.commands)
-
-    @property
-    def files(self) -> Files:
-        return Files(self._async.files)
-
-    @property
-    def sessions(self) -> Sessions:
-        return Sessions(self._async.sessions)
-
-    @property
-    def network(self) -> NetworkAccess:
-        return NetworkAccess(self._async.network)
-
-    @property
-    def ports(self) -> Ports:
-        return Ports(self._async.ports)
-
-    def __repr__(self) -> str:
-        return repr(self._async).replace("Async", "", 1)
-
-    @classmethod
-    def create(
-        cls,
-        environment: str | SandboxSpec,
-        *,
-        client: Client | None = None,
-        key: str | None = None,
-        deadline_s: float | None = None,
-        request_timeout_s: float | None = None,
-        **fields: Any,
-    ) -> Sandbox:
-        """Make a sandbox of an environment's name or a spec; `fields` are those of `SandboxSpec` and win over the
-        spec's.
-
-        Returns when it runs. With the field `name`: the live sandbox of this name (within `run`) is returned where
-        there is one. `client`: whose server (None: the default one). `key`: idempotency key; the same key and spec
-        again returns the same sandbox. `deadline_s`: how long the server waits for capacity and creation.
-
-        Raises `EnvironmentNotFound`, `InvalidRequest`, `Unsupported`, `Conflict` (the name or key has another spec),
-        `QuotaExceeded`, `AdmissionTimeout`, `CreateFailed`, `Unauthenticated`, `Unavailable`, `RequestTimeout`.
-        """
-        return Sandbox(
-            call(
-                AsyncSandbox.create(
-                    environment,
-                    client=unwrap(client),
-                    key=key,
-                    deadline_s=deadline_s,
-                    request_timeout_s=request_timeout_s,
-                    **fields,
-                )
-            )
-        )
-
-    @classmethod
-    def create_many(
-        cls,
-        specs: SandboxSpec | str | Iterable[SandboxSpec | str],
-        *,
-        count: int | None = None,
-        client: Client | None = None,
-        key: str | None = None,
-        deadline_s: float | None = None,
-        request_timeout_s: float | None = None,
-        **fields: Any,
-    ) -> Iterator[CreateResult[Sandbox]]:
-        """Make many sandboxes: yields a `CreateResult` for each as it is ready, with a sandbox or an error.
-
-        `specs`: one for each, or one (spec or environment's name) and a `count`. `fields`: laid over each. `key`:
-        idempotency key of the whole; the same key and specs again give the same sandboxes, so that a process that was
-        restarted goes on with them. The rest: see `create`. Raises what is wrong with the request as a whole; leaving
-        the loop stops nothing.
-        """
-        for item in iterate(
-            AsyncSandbox.create_many(
-                specs,
-                count=count,
-                client=unwrap(client),
-                key=key,
-                deadline_s=deadline_s,
-                request_timeout_s=request_timeout_s,
-                **fields,
-            )
-        ):
-            sandbox = Sandbox(item.sandbox) if item.sandbox is not None else None
-            yield CreateResult(item.index, sandbox, item.error)
-
-    @classmethod
-    def connect(
-        cls, sandbox_id: str, *, client: Client | None = None, request_timeout_s: float | None = None
-    ) -> Sandbox:
-        """The sandbox of an id, made by this process or another. Raises `SandboxNotFound`; an ended one says why in
-        `info`."""
-        return Sandbox(
-            call(AsyncSandbox.connect(sandbox_id, client=unwrap(client), request_timeout_s=request_timeout_s))
-        )
-
-    @classmethod
-    def list(
-        cls,
-        *,
-        states: Sequence[State | str] = (),
-        run: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        limit: int | None = None,
-        client: Client | None = None,
-        request_timeout_s: float | None = None,
-    ) -> list[SandboxInfo]:
-        """The project's sandboxes, at most `limit` (None: all). No `states`: all but ended ones."""
-        return call(
-            AsyncSandbox.list(
-                states=states,
-                run=run,
-                labels=labels,
-                limit=limit,
-                client=unwrap(client),
-                request_timeout_s=request_timeout_s,
-            )
-        )
-
-    @classmethod
-    def kill_many(
-        cls,
-        sandboxes: Iterable[str | Sandbox | SandboxInfo],
-        *,
-        cause: Cause = Cause.DELETED,
-        client: Client | None = None,
-        request_timeout_s: float | None = None,
-    ) -> dict[str, DsecError]:
-        """End many sandboxes; returns the errors by id, empty where all went well (an unknown one is an error, an
-        ended one not)."""
-        return call(
-            AsyncSandbox.kill_many(
-                unwrap_each(sandboxes), cause=cause, client=unwrap(client), request_timeout_s=request_timeout_s
-            )
-        )
-
-    def refresh(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
-        """Ask the server about it; updates `info`."""
-        return call(self._async.refresh(request_timeout_s=request_timeout_s))
-
-    def kill(self, *, cause: Cause = Cause.DELETED, request_timeout_s: float | None = None) -> SandboxInfo:
-        """End it; returns when nothing of it is left. Again: the same answer."""
-        return call(self._async.kill(cause=cause, request_timeout_s=request_timeout_s))
-
-    def renew(self, ttl_s: float | None, *, request_timeout_s: float | None = None) -> SandboxInfo:
-        """Let it live `ttl_s` from now (None: for ever)."""
-        return call(self._async.renew(ttl_s, request_timeout_s=request_timeout_s))
-
-    def pause(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
-        """Freeze it and give its memory back. Its TTLs and timeouts stand still, and any request that needs it resumes
-        it. Needs an API key."""
-        return call(self._async.pause(request_timeout_s=request_timeout_s))
-
-    def resume(self, *, request_timeout_s: float | None = None) -> SandboxInfo:
-        """Let it go on. Raises `Conflict` where a tripwire paused it. Needs an API key."""
-        return call(self._async.resume(request_timeout_s=request_timeout_s))
-
-    def usage(self, *, request_timeout_s: float | None = None) -> Usage:
-        """Its counters now: CPU, memory, processes, disk."""
-        return call(self._async.usage(request_timeout_s=request_timeout_s))
-
-    def tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
-        """What its tripwires are, how often each was hit, and whether one has paused it. Needs an API key."""
-        return call(self._async.tripwires(request_timeout_s=request_timeout_s))
-
-    def resume_tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
-        """Let it go on after a tripwire paused it. Raises `Conflict` where none did. Needs an API key."""
-        return call(self._async.resume_tripwires(request_timeout_s=request_timeout_s))
-
-    def events(self, *, after: int = 0, follow: bool = False) -> Iterator[SandboxEvent]:
-        """What happened to it, oldest first, from above the number `after` on: its making with the time of each phase,
-        its commands and file calls, limits that were met, its end. `follow`: also what is still to happen, until it has
-        ended, over as many connections as it takes. Raises `SandboxNotFound`."""
-        return iterate(self._async.events(after=after, follow=follow))
-
-    def get_host(self, port: int) -> str:
-        """The host name at which the server serves a port inside; see `ports.get_host`."""
-        return call(self._async.get_host(port))
-
-    def url(self, port: int, *, token: bool = False) -> str:
-        """The URL of a port inside; see `ports.url`."""
-        return call(self._async.url(port, token=token))
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return call(self._async.__aexit__(kind, error, trace))
 
 
 class Run(Wrapper):
-    """A training or evaluation job: sandboxes that are found again by name, by any process."""
+    """A training or evaluation job: sandboxes that are found again by name, by any process.
+
+    With a lease (`lease_s`), opened by `with`, `open` or the first call: the server applies `on_lapse` to all of
+    the run's sandboxes when nobody has renewed the lease for so long. This object renews it in the background, and what
+    is asked through it and its sandboxes is refused (`RunFenced`) once another process has opened the run. Leaving
+    `with` ends the renewals and nothing else.
+    """
 
     _async: AsyncRun
 
@@ -255,6 +40,24 @@ class Run(Wrapper):
     def name(self) -> str:
         return self._async.name
 
+    @property
+    def info(self) -> RunInfo | None:
+        """As the server last said; None: without a lease, or not open yet."""
+        return self._async.info
+
+    @property
+    def epoch(self) -> int | None:
+        """Of this client; None: without a lease, or not open yet."""
+        return self._async.epoch
+
+    def open(self, *, request_timeout_s: float | None = None) -> RunInfo | None:
+        """Begin a new epoch of the run (once) and renew its lease from now on; None for a run without a lease."""
+        return call(self._async.open(request_timeout_s=request_timeout_s))
+
+    def renew(self, *, request_timeout_s: float | None = None) -> RunInfo:
+        """Renew the lease now. Raises `RunFenced`, and `NotFound` where the run has no lease."""
+        return call(self._async.renew(request_timeout_s=request_timeout_s))
+
     def sandbox(
         self,
         name: str,
@@ -265,7 +68,7 @@ class Run(Wrapper):
         **fields: Any,
     ) -> Sandbox:
         """The live sandbox of this name in this run, or a new one. Raises `Conflict` where it exists with another
-        spec; else as `Sandbox.create`."""
+        spec, `RunFenced`; else as `Sandbox.create`."""
         return Sandbox(
             call(
                 self._async.sandbox(
@@ -285,9 +88,25 @@ class Run(Wrapper):
         """The run's sandboxes; see `Sandbox.list`."""
         return call(self._async.list(states=states, labels=labels, limit=limit, request_timeout_s=request_timeout_s))
 
+    def pause(self, *, request_timeout_s: float | None = None) -> dict[str, DsecError | None]:
+        """Pause all of the run's running sandboxes; see `client.pause_many`."""
+        return call(self._async.pause(request_timeout_s=request_timeout_s))
+
     def kill(self, *, request_timeout_s: float | None = None) -> dict[str, DsecError]:
         """End all of the run's sandboxes; returns the errors by id."""
         return call(self._async.kill(request_timeout_s=request_timeout_s))
+
+    def close(self) -> None:
+        """Renew the lease no more: without another client of this epoch it lapses. Idempotent."""
+        return call(self._async.close())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return call(self._async.__aexit__(kind, error, trace))
 
 
 class Client(Wrapper):
@@ -358,9 +177,18 @@ class Client(Wrapper):
         """The live sandbox of a name. Raises `SandboxNotFound`."""
         return Sandbox(call(self._async.find(name, run=run, request_timeout_s=request_timeout_s)))
 
-    def run(self, name: str) -> Run:
-        """A run by its name: its sandboxes are made and found by names of their own. Asks the server nothing."""
-        return Run(self._async.run(name))
+    def run(self, name: str, *, lease_s: float | None = None, on_lapse: OnLapse = "pause") -> Run:
+        """A run by its name: its sandboxes are made and found by names of their own.
+
+        `lease_s`: it has a lease, renewed in the background by this process; it is opened, which begins a new epoch and
+        fences off the clients of earlier ones, by `with` or the first call. `on_lapse`: what becomes of all its
+        sandboxes when nobody renews it: `pause`, `stop` or `keep`."""
+        return Run(self._async.run(name, lease_s=lease_s, on_lapse=on_lapse))
+
+    def attach_run(self, name: str, *, request_timeout_s: float | None = None) -> Run:
+        """A run that has a lease, as one more client of its current epoch: its sandboxes are found again, and its lease
+        is renewed. Raises `NotFound`."""
+        return Run(call(self._async.attach_run(name, request_timeout_s=request_timeout_s)))
 
     def list(
         self,

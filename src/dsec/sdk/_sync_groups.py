@@ -8,7 +8,8 @@ from types import TracebackType
 
 from dsec.sdk._groups import AsyncGroup, Checks, Groups, Infos
 from dsec.sdk._portal import Wrapper, call, unwrap
-from dsec.sdk._sync import Client, Sandbox
+from dsec.sdk._sync import Client
+from dsec.sdk._sync_sandbox import Sandbox
 from dsec.spec.groups import Service
 
 

@@ -61,7 +61,9 @@ class Transport:
         """`retry_s`: for how long connection failures and overload are retried. The very first request to a server
         that isn't there fails at once."""
         self.endpoint = endpoint
-        self._retry_s = retry_s
+        self.speaks_for = ""
+        """A run and its epoch, as the header X-Dsec-Run says it."""
+        self.retry_s = retry_s
         self._reached = False
         self._known = False
         """The server has accepted our key before."""
@@ -159,6 +161,8 @@ class Transport:
         errors = cut_errors()
         request_id = self.new_request_id()
         headers = {**headers, "X-Request-Id": request_id} if headers else {"X-Request-Id": request_id}
+        if self.speaks_for:
+            headers["X-Dsec-Run"] = self.speaks_for
         while True:
             session = self._session if self._usable() else await self._new_session()
             assert session is not None
@@ -200,7 +204,9 @@ class Transport:
             assert session is not None
             used = self.endpoint.api_key
             try:
-                found = await session.ws_connect(url, max_msg_size=0)
+                found = await session.ws_connect(
+                    url, max_msg_size=0, headers={"X-Dsec-Run": self.speaks_for} if self.speaks_for else None
+                )
             except aiohttp.WSServerHandshakeError as error:
                 failure = _refusal(error)
                 if isinstance(failure, Unauthenticated) and self._known and await self._new_key(used):
@@ -308,7 +314,7 @@ class Retry:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._until = time.monotonic() + transport._retry_s
+        self._until = time.monotonic() + transport.retry_s
         self._delay = _FIRST_DELAY_S
 
     async def wait(self, error: BaseException, *, at_least_s: float = 0.0, request_id: str | None = None) -> None:

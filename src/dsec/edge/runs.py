@@ -1,0 +1,136 @@
+"""Runs and their leases: who may speak for a training job, and what becomes of its sandboxes when nobody does.
+
+Owns the runs of a node. Invariants:
+
+- A run's epoch only grows; opening a run begins one, and what clients of an earlier epoch ask for is refused
+  (`RunFenced`). Any number of clients share the current one.
+- A lease lapses once: a renewal that comes first moves it, one that comes later makes a lapsed run go on. Nothing is
+  applied twice.
+- While the server was away nobody could renew: after a restart every lease is whole again.
+- Sandboxes that are still being made when the lease lapses meet the same policy as soon as they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from dsec.edge.lives import Lives
+from dsec.edge.pauses import Pauses
+from dsec.edge.sandbox import Sandbox
+from dsec.edge.tasks import Tasks, log, quiet
+from dsec.edge.timers import Due, Timers
+from dsec.errors import DsecError, NotFound, RunFenced
+from dsec.journal.run_store import RunStore
+from dsec.ports import Clock
+from dsec.spec.causes import Cause
+from dsec.spec.runs import RunInfo, RunRequest
+from dsec.spec.sandbox import PausedBy, State
+
+if TYPE_CHECKING:
+    from dsec.edge.client import Created
+
+
+class Runs:
+    """For the event loop."""
+
+    def __init__(self, *, store: RunStore, lives: Lives, pauses: Pauses, clock: Clock, tasks: Tasks) -> None:
+        self._store = store
+        self._lives = lives
+        self._pauses = pauses
+        self._clock = clock
+        self._timers = Timers(clock, tasks, self._lapse)
+        self._runs = store.all()
+
+    def start(self) -> None:
+        """Leases count from now."""
+        self._timers.start()
+        for (project, name), run in self._runs.items():
+            if not run.lapsed:
+                self._set(project, replace(run, expires_at=self._clock.now() + run.lease_s))
+                self._timers.set((project, name), self._clock.monotonic() + run.lease_s)
+
+    def open(self, project: str, asked: RunRequest) -> RunInfo:
+        """A new epoch of the run begins, its first one where there is no such run."""
+        name = asked.name
+        known = self._runs.get((project, name))
+        now = self._clock.now()
+        run = RunInfo(
+            name=name,
+            epoch=1 if known is None else known.epoch + 1,
+            lease_s=asked.lease_s,
+            on_lapse=asked.on_lapse,
+            created_at=now if known is None else known.created_at,
+            expires_at=now + asked.lease_s,
+        )
+        return self._renewed(project, run)
+
+    def get(self, project: str, name: str) -> RunInfo:
+        """Raises `NotFound`."""
+        run = self._runs.get((project, name))
+        if run is None:
+            raise NotFound(f"there is no run {name[:200]!r}", remedy="Open it with a lease (client.run).")
+        return run
+
+    def list(self, project: str) -> list[RunInfo]:
+        """By name."""
+        return [run for (owner, _), run in sorted(self._runs.items()) if owner == project]
+
+    def renew(self, project: str, name: str, epoch: int) -> RunInfo:
+        """Its lease is whole again; a lapsed run goes on. Raises `NotFound`, `RunFenced`."""
+        self.check(project, name, epoch)
+        run = self.get(project, name)
+        return self._renewed(project, replace(run, expires_at=self._clock.now() + run.lease_s, lapsed=False))
+
+    def check(self, project: str, name: str, epoch: int) -> None:
+        """Whether a client of this epoch may speak for the run. Raises `NotFound`, `RunFenced`."""
+        run = self.get(project, name)
+        if epoch != run.epoch:
+            raise RunFenced(
+                f"the run {name!r} is in epoch {run.epoch}, this client is of epoch {epoch}",
+                remedy="Another process has taken the run over: end this one, or attach to the run again.",
+                epoch=run.epoch,
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._store.close()
+
+    def _renewed(self, project: str, run: RunInfo) -> RunInfo:
+        self._set(project, run)
+        self._timers.set((project, run.name), self._clock.monotonic() + run.lease_s)
+        return run
+
+    def _set(self, project: str, run: RunInfo) -> None:
+        self._store.put(project, run)
+        self._runs[project, run.name] = run
+
+    def _lapse(self, key: Due) -> None:
+        project, name = key
+        run = self._runs[key]
+        self._set(project, replace(run, lapsed=True))
+        log.info("the lease of the run %s lapsed: %s", name, run.on_lapse)
+        if run.on_lapse == "keep":
+            return
+        for sandbox in list(self._lives.sandboxes.values()):
+            if sandbox.record.project == project and sandbox.record.run == name:
+                self._apply(sandbox, run)
+
+    def _apply(self, sandbox: Sandbox, run: RunInfo) -> None:
+        if run.on_lapse == "stop":
+            quiet(self._lives.end(sandbox, Cause.LEASE_LAPSED, f"the lease of the run {run.name!r} lapsed"))
+        elif sandbox.ready is not None:
+            sandbox.ready.add_done_callback(functools.partial(self._made, sandbox, run))
+        elif sandbox.state is State.RUNNING:
+            try:
+                quiet(self._pauses.pause(sandbox, PausedBy.LEASE))
+            except DsecError as error:
+                log.warning("sandbox %s runs on without a lease: %s", sandbox.id, error)
+
+    def _made(self, sandbox: Sandbox, run: RunInfo, _: asyncio.Future[Created]) -> None:
+        now = self._runs.get((sandbox.record.project, run.name))
+        if now is not None and now.lapsed and sandbox.state is State.RUNNING:
+            self._apply(sandbox, run)
