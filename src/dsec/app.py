@@ -244,6 +244,7 @@ async def open_edge(
                 gateways=gateways,
                 limits=network.limits,
                 resolver=Resolver(fixed=network.hosts),
+                secret=state.key,
             ),
             key_policy=network.keys,
         )

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import dsec
+from dsec.egress.authority import Authority
 from server_kit import Server
 
 ECHO = 9000
 FLOOD = 9001
+TLS = 9443
 FLOOD_BYTES = 64 << 20
 
 PRELUDE = """
@@ -64,6 +66,7 @@ class Outside:
         self.address = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}.{secrets.randbelow(200) + 2}"
         self.received = bytearray()
         self.flooded = 0
+        self.refused = 0
         self._servers: list[socketserver.ThreadingTCPServer] = []
 
     def serve(self, port: int, answer: Callable[[socket.socket], None]) -> None:
@@ -106,6 +109,15 @@ class Outside:
             whole += data
             connection.sendall(data)
         connection.sendall(b"<end>")
+
+    def tls(self, connection: socket.socket) -> None:
+        """HTTP over TLS, with a certificate that only its maker believes."""
+        context = Authority(b"another", "one").context("tls.example")
+        try:
+            with context.wrap_socket(connection, server_side=True) as wrapped:
+                self.http(wrapped)
+        except OSError:
+            self.refused += 1
 
     def flood(self, connection: socket.socket) -> None:
         self.flooded = 0
@@ -168,6 +180,22 @@ head_s = 1.0
 """
 
 
+GATEWAYS = """
+[http."api.example"]
+url = "http://{address}"
+headers = {{ Authorization = "Bearer secret:api" }}
+
+[http."tls.example"]
+url = "https://{address}:{tls}"
+"""
+SECRET = "sesame-open-sesame"
+SECRETS = f"""
+[api]
+value = "{SECRET}"
+hosts = ["{{address}}:80"]
+"""
+
+
 @contextmanager
 def world(state: Path) -> Iterator[World]:
     with ExitStack() as undo:
@@ -176,7 +204,10 @@ def world(state: Path) -> Iterator[World]:
         for port, answer in ((80, outside.http), (443, outside.echo), (ECHO, outside.echo), (FLOOD, outside.flood)):
             outside.serve(port, answer)
         (state / "network.toml").write_text(FILE.format(address=outside.address, echo=ECHO, flood=FLOOD))
-        (state / "gateways.toml").write_text(f'[http."api.example"]\nurl = "http://{outside.address}"\n')
+        outside.serve(TLS, outside.tls)
+        (state / "gateways.toml").write_text(GATEWAYS.format(address=outside.address, tls=TLS))
+        (state / "secrets.toml").write_text(SECRETS.format(address=outside.address))
+        (state / "secrets.toml").chmod(0o600)
         server = Server(state)
         server.start()
         undo.callback(server.stop)

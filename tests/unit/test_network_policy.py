@@ -22,7 +22,7 @@ REGISTRY = Registry(
         **BUILT_IN,
         "db": Definition(hosts=["db.internal", "*.shard.internal"], ports=(5432,), private=True, connections=4),
     },
-    {"pypi": ("pypi.dsec",), "git": ("git.dsec",)},
+    {"pypi": ("pypi.dsec",), "git": ("git.dsec",), "http": ("http.dsec",)},
 )
 
 
@@ -270,6 +270,26 @@ def test_gateways_get_their_grants() -> None:
     assert rule.gateway == "git"
     assert not policy.decide("git.dsec", 443).allowed
     assert not policy.resolves("npm.dsec")
+
+
+def test_what_is_intercepted() -> None:
+    grant = PermissionOptions(intercept=True)
+    policy = compiled({"host:a.example": True, "http:a.example/v1/*": grant, "http:b.example": True})
+    rule = policy.decide("a.example", 443).rule
+    assert rule is not None
+    assert (rule.intercept, rule.gateway) == (True, "http")
+    plain_rule = policy.decide("a.example", 80).rule
+    assert plain_rule is not None
+    assert not plain_rule.intercept
+    assert policy.decide("b.example", 443).reason is Reason.NOT_GRANTED
+    assert policy.own_names() == ["a.example", "http.dsec"]
+    assert policy.intercepts
+    assert not compiled({"http:b.example": True}).intercepts
+    denied = compiled({"http:a.example/*": grant, "host:a.example": False})
+    assert denied.decide("a.example", 443).reason is Reason.FORBIDDEN
+    for text in ("http:a.example:8443/*", "http:1.2.3.4/*"):
+        with pytest.raises(InvalidRequest):
+            compiled({text: grant})
 
 
 @pytest.mark.parametrize(

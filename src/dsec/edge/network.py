@@ -7,20 +7,24 @@ adopted has the policy that is on record, and its stand-in names mean what they 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
 
+from dsec.channel import files
 from dsec.edge.notes import Notes
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tally import Family, Sample, one
 from dsec.edge.tasks import log, quiet
+from dsec.egress import authority
 from dsec.egress.box import Box, Peer, describe
 from dsec.egress.node import Egress
 from dsec.errors import DsecError, InvalidRequest, Unavailable, Unsupported
 from dsec.journal.records import Journal
+from dsec.plan.egress import Policy
 from dsec.ports import Instance, NetworkHost
 from dsec.spec.events import EventType
 from dsec.spec.network import MAX_PERMISSIONS, Network, NetworkInfo, Reason
@@ -54,6 +58,8 @@ class Networks:
                 f"the backend {sandbox.record.backend!r} can't give a sandbox a network", remedy="Leave network out."
             )
         box = self._box(sandbox, self._journal.stand_ins(sandbox.id) if adopted else ())
+        if not adopted:
+            await _trust(box, policy, instance)
         box.set_policy(policy)
         sandbox.network_env = box.environment() or None
         await instance.serve_network(box.connected, box.query)
@@ -81,6 +87,8 @@ class Networks:
             if not isinstance(instance, NetworkHost):
                 raise Unsupported("this sandbox's backend can't give it a network")
             box = self._box(sandbox, self._journal.stand_ins(sandbox.id))
+        if box is not None and not box.policy.intercepts:
+            await _trust(box, policy, instance)
         sandbox.record = replace(sandbox.record, network=network)
         self._notes.events.add(sandbox.id, EventType.NETWORK, describe(network))
         durable = self._journal.put(sandbox.record)
@@ -147,6 +155,16 @@ class Networks:
                 [Sample(totals.out, {"direction": "out"}), Sample(totals.back, {"direction": "in"})],
             ),
         ]
+
+
+async def _trust(box: Box, policy: Policy, instance: Instance) -> None:
+    """The file that says whom programs inside trust, where a policy needs one."""
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield await asyncio.to_thread(box.authority.bundle)
+
+    if policy.intercepts:
+        await files.write_file(instance.channel, authority.BUNDLE.encode(), whole(), mode=0o644, parents=True)
 
 
 class _Host:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from ipaddress import IPv4Address
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dsec.egress import dns, proxy
+from dsec.egress import authority, dns, proxy
 from dsec.egress.audit import Audit, Note
 from dsec.egress.flight import Flight, answer_dns, explain, pump, read_head
 from dsec.egress.gates import gate_of
@@ -87,6 +87,11 @@ class Box:
         self._closed = False
         self.out = self.back = self.refused = 0
 
+    @functools.cached_property
+    def authority(self) -> authority.Authority:
+        """Of its certificates."""
+        return authority.Authority(self._egress.secret, self.sandbox_id)
+
     @property
     def note(self) -> Note:
         """An event that is never aggregated."""
@@ -142,6 +147,8 @@ class Box:
         if self.policy.empty:
             return {}
         found = proxy.environment(self.policy.own_names())
+        if self.policy.intercepts:
+            found |= authority.environment()
         for gateway in dict.fromkeys(self._egress.gateways.values()):
             grants = self.grants(gateway.kinds)
             if grants:
@@ -252,7 +259,8 @@ class Box:
 
     async def _route(self, flight: Flight, rule: Rule) -> None:
         if rule.gateway is not None:
-            await self._egress.serve_gateway(self, flight, rule.gateway)
+            context = self.authority.context(flight.name) if rule.intercept and flight.name else None
+            await self._egress.serve_gateway(self, flight, rule.gateway, context)
         elif rule.sandbox is not None:
             await self._to_sandbox(flight, rule.sandbox)
         else:
@@ -409,7 +417,11 @@ def _answered(flight: Flight, upgraded: Callable[[bytes], None], first: bytes) -
 
 def _other(rule: Rule, before: Rule | None) -> bool:
     """Whether a connection that was allowed by one rule is another thing by the other."""
-    return before is not None and (rule.gateway, rule.sandbox) != (before.gateway, before.sandbox)
+    return before is not None and (rule.gateway, rule.sandbox, rule.intercept) != (
+        before.gateway,
+        before.sandbox,
+        before.intercept,
+    )
 
 
 def grant_of(each: GatewayGrant) -> Grant:

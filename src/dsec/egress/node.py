@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import ssl
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from aiohttp import web
 from dsec.egress.box import Box, Host, grant_of
 from dsec.egress.flight import Flight
 from dsec.egress.gateway import Gateway, Visit
+from dsec.egress.http1 import Refused
 from dsec.egress.meters import Bucket, Limits, Totals
 from dsec.egress.resolver import Resolver
 from dsec.plan.egress import EMPTY, Policy, compile_policy
@@ -41,11 +44,14 @@ class Egress:
         gateways: Sequence[Gateway] = (),
         limits: Limits | None = None,
         resolver: Resolver | None = None,
+        secret: bytes | None = None,
     ) -> None:
+        """`secret`: the node's, for certificates (None: one of this process's)."""
         self.gateways: dict[str, Gateway] = {kind: gateway for gateway in gateways for kind in gateway.kinds}
         self.registry = Registry(definitions, {kind: tuple(each.hosts) for kind, each in self.gateways.items()})
         self.limits = limits or Limits()
         self.resolver = resolver or Resolver()
+        self.secret = secret or secrets.token_bytes(32)
         self.totals = Totals()
         self.boxes: dict[str, Box] = {}
         self._compiled: dict[bytes, Policy] = {}
@@ -124,8 +130,9 @@ class Egress:
 
     # --- gateways ---
 
-    async def serve_gateway(self, box: Box, flight: Flight, kind: str) -> None:
-        """Hand a connection to the gateway of a kind, until it is closed."""
+    async def serve_gateway(self, box: Box, flight: Flight, kind: str, context: ssl.SSLContext | None = None) -> None:
+        """Hand a connection to the gateway of a kind, until it is closed. `context`: it is TLS, for the name that the
+        connection was made to."""
         gateway = self.gateways[kind]
         server = self._servers.get(id(gateway))
         if server is None:
@@ -135,10 +142,19 @@ class Egress:
         flight.connected = flight.quiet = True
 
         def protocol() -> _Conversation:
-            return _Conversation(server, loop, box, gateway, closed)
+            return _Conversation(server, loop, box, gateway, closed, name=None if context is None else flight.name)
 
-        transport, _ = await loop.connect_accepted_socket(protocol, flight.sock)
-        flight.transport = transport
+        try:
+            flight.transport, _ = await loop.connect_accepted_socket(
+                protocol,
+                flight.sock,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self.limits.head_s,
+            )
+        except ssl.SSLError as error:
+            flight.quiet = False
+            named = error.reason == "CALLBACK_FAILED"
+            raise Refused(Reason.TLS_NAME_MISMATCH if named else Reason.NOT_TLS, error.reason or "") from None
         await closed
         flight.end(Reason.GRANTED)
 
@@ -146,6 +162,9 @@ class Egress:
         conversation = request.protocol
         assert isinstance(conversation, _Conversation)
         box, gateway = conversation.box, conversation.gateway
+        name = conversation.name
+        if name is not None and request.host.lower().removesuffix(":443").rstrip(".") != name:
+            return web.Response(status=421, text=f"dsec: this connection is for {name}\n")
         grants = box.grants(gateway.kinds)
         if not grants:
             return web.Response(status=403, text="dsec: this permission was taken away\n")
@@ -179,10 +198,14 @@ class _Conversation(web.RequestHandler):
         box: Box,
         gateway: Gateway,
         closed: asyncio.Future[None],
+        *,
+        name: str | None,
     ) -> None:
         super().__init__(server, loop=loop, **_QUIET)
         self.box = box
         self.gateway = gateway
+        self.name = name
+        """The one host that may be asked for; None: any, the gateway looks."""
         self._closed_future = closed
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from dsec.errors import InvalidRequest
 from dsec.plan.addresses import METADATA, plain, public, reachable
 from dsec.plan.permissions import Definition, Registry
 from dsec.spec.network import (
@@ -47,6 +49,8 @@ class Rule(Struct, frozen=True):
     """The kind of gateway that answers at this name."""
     sandbox: str | None = None
     """The name of the sandbox that is meant."""
+    intercept: bool = False
+    """The gateway answers at this name by TLS."""
 
 
 class GatewayGrant(Struct, frozen=True):
@@ -79,6 +83,11 @@ class Policy(Struct, frozen=True):
     """Most specific first; refusals first among equals."""
     internet: Rule | None = None
     gateways: tuple[GatewayGrant, ...] = ()
+
+    @property
+    def intercepts(self) -> bool:
+        """The gateway of some name answers there by TLS."""
+        return any(each.options.get("intercept") for each in self.gateways)
 
     @property
     def empty(self) -> bool:
@@ -196,6 +205,9 @@ def compile_policy(network: Network, registry: Registry) -> Policy:
                 rule = _rule(each, options, definition, frozenset({80}), gateway=definition.gateway)
                 for host in registry.gateways[definition.gateway]:
                     names.setdefault(host, []).append(rule)
+                if gateways[-1].options.get("intercept"):
+                    rule = replace(rule, ports=frozenset({443}), intercept=True)
+                    names.setdefault(_host_of(gateways[-1]), []).insert(0, rule)
     blocks.sort(key=lambda item: (-item[0].prefixlen, item[1].allowed))
     return Policy(
         {name: tuple(rules) for name, rules in names.items()},
@@ -204,6 +216,15 @@ def compile_policy(network: Network, registry: Registry) -> Policy:
         internet,
         tuple(gateways),
     )
+
+
+def _host_of(grant: GatewayGrant) -> str:
+    """The name that an intercepting permission is for. Raises `InvalidRequest`."""
+    host = str(grant.options.get("target") or grant.argument).partition("/")[0]
+    try:
+        return host_name(host)
+    except ValueError as error:
+        raise InvalidRequest(f"network: {grant.permission!r} can't be intercepted: {error}", field="network") from None
 
 
 def _place(host: str, rule: Rule, names: dict[str, list[Rule]], below: dict[str, list[Rule]]) -> None:

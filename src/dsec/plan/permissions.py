@@ -80,7 +80,7 @@ BUILT_IN: Mapping[str, Definition] = MappingProxyType(
             description="paths of one host, TLS outside: http:HOST/PATH",
             gateway="http",
             argument="required",
-            accepts=["paths", "methods"],
+            accepts=["paths", "methods", "intercept"],
         ),
         "inference": Definition(
             description="a model endpoint that the operator named, with credentials added outside",

@@ -50,6 +50,9 @@ class PermissionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     paths: Texts | None = None
     """HTTP gateways: only these paths; `*` at the end stands for all below."""
     methods: Annotated[list[Annotated[str, Meta(pattern="^[A-Z]{1,20}$")]], Meta(max_length=20)] | None = None
+    intercept: bool | None = None
+    """HTTP gateways: at the host's own name too, TLS answered by the edge with a certificate authority of the
+    sandbox's."""
     write: bool | None = None
     """git: pushing too."""
     refs: Texts | None = None

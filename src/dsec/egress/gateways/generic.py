@@ -19,6 +19,8 @@ from dsec.egress.gateways.config import Upstream
 from dsec.egress.gateways.paths import allowed, spell, split_host
 from dsec.egress.gateways.relay import BODY_BYTES, body, outgoing, relay
 from dsec.errors import InvalidRequest
+from dsec.plan.permissions import OWN_DOMAIN
+from dsec.spec.network import host_name
 
 HOST = "http.dsec"
 _NEVER = frozenset({"CONNECT", "TRACE", "TRACK"})
@@ -37,6 +39,8 @@ class HttpOptions(Struct, frozen=True, forbid_unknown_fields=True):
     strip: list[str] = []
     """Headers of requests from inside that don't go out."""
     body_bytes: int = BODY_BYTES
+    intercept: bool = False
+    """The egress sends what is asked of the host itself by TLS, too."""
 
 
 class HttpGateway(BaseGateway):
@@ -48,7 +52,7 @@ class HttpGateway(BaseGateway):
 
     async def serve(self, call: Call) -> web.StreamResponse:
         path = call.path()
-        asked = call.request.host.lower().removesuffix(":80").rstrip(".")
+        asked = call.request.host.lower().removesuffix(":80").removesuffix(":443").rstrip(".")
         prefix = ""
         if asked == HOST or not any(self._host(grant) == asked for grant in call.visit.grants):
             asked, path = path[0].lower(), path[1:] or [""]
@@ -107,7 +111,9 @@ class HttpGateway(BaseGateway):
     def check(self, grant: Grant) -> None:
         super().check(grant)
         try:
-            split_host(self.target(grant))
+            host, _ = split_host(self.target(grant))
+            if self.read_options(grant, HttpOptions).intercept and host_name(host).endswith(OWN_DOMAIN):
+                raise ValueError(f"{host!r} is the platform's own")
         except ValueError as error:
             raise InvalidRequest(f"{grant.permission}: {error}", remedy="Write http:HOST/path*.") from error
 
