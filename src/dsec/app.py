@@ -205,6 +205,17 @@ def run_filler(state: Path) -> int:
     return 0
 
 
+def _make_state(config: Config) -> None:
+    """The state directory, for root alone: it holds keys. Raises `InvalidRequest`."""
+    try:
+        config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(
+            f"the state directory {config.state} can't be made: {error.strerror}",
+            remedy="Name another one by --state or DSEC_STATE.",
+        ) from None
+
+
 def _check_root() -> None:
     if os.geteuid() != 0:
         raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
@@ -306,8 +317,11 @@ def serve(
     `on_exit`: `keep` leaves the sandboxes to the next server, `destroy` ends them and removes every trace.
     """
     configure(log_format, log_level)
+    config = read_config(state)
+    _check_root()
+    _make_state(config)
     try:
-        uvloop.run(_serve(read_config(state), host, port, keep=on_exit == "keep"))
+        uvloop.run(_serve(config, host, port, keep=on_exit == "keep"))
     except asyncio.CancelledError:
         return 130  # stopped while it was starting
     return 0

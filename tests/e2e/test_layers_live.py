@@ -84,7 +84,9 @@ def test_an_image_is_imported_made_an_environment_and_run(server: Server, real: 
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "file").write_text("changed\n")
     dsec(server, "layer", "build", tmp_path / "extra", "extra@1", "--at", "/work")
-    dsec(server, "env", "create", "tool2", "extra@1", "env:tool", "--env", "FROM=env", "--user", "root")
+    made2 = json.loads(
+        dsec(server, "env", "create", "tool2", "extra@1", "env:tool", "--env", "FROM=env", "--user", "root")
+    )
     assert dsec(server, "run", "tool2", "--", "/bin/sh", "-c", script) == "changed env /work\n/root\n"
     shown = "\n".join(drawn(json.loads(dsec(server, "env", "show", "tool2"))))
     assert "shared with tool" in shown
@@ -92,7 +94,7 @@ def test_an_image_is_imported_made_an_environment_and_run(server: Server, real: 
     assert "extra@1" in shown
     assert "tool2" in dsec(server, "env", "ls")
     assert "extra@1" in dsec(server, "layer", "ls")
-    dsec(server, "layer", "verify", "extra@1")
+    assert json.loads(dsec(server, "layer", "verify", "extra@1")) == {"layer": made2["layers"][0]}
     inspected = json.loads(dsec(server, "layer", "inspect", "extra@1"))
     assert inspected["files"] == 3
     dsec(server, "layer", "export", "extra@1", tmp_path / "out.tar")

@@ -235,6 +235,10 @@ def test_keys(cli: Cli) -> None:
         (("run", "--memory", "much", "base", "--", "true"), {}, 2, "not a size"),
         (("run", "-e", "novalue", "base", "--", "true"), {}, 2, "K=V"),
         (("run", "base"), {}, 2, "COMMAND"),
+        (("run", "--unknown", "5", "base", "--", "true"), {}, 2, "No such option '--unknown'"),
+        (("run", "base", "--unknown", "5", "--", "true"), {}, 2, "No such option '--unknown'"),
+        (("exec", "0" * 24, "--unknown", "--", "true"), {}, 2, "No such option '--unknown'"),
+        (("shell", "--unknown", "base"), {}, 2, "No such option '--unknown'"),
         (("exec", "0" * 24, "--", "true"), {}, 2, "[sandbox_not_found]"),
         (("nothing",), {}, 2, "No such command"),
         (("ls",), {"DSEC_URL": "http://127.0.0.1:9"}, 3, "dsec serve"),
@@ -246,6 +250,17 @@ def test_errors(cli: Cli, arguments: tuple[str, ...], env: dict[str, str], code:
     assert (found, out) == (code, "")
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("state", ["/dev/null", "/proc/none"])
+def test_a_state_directory_that_can_not_be(cli: Cli, state: str) -> None:
+    code, _, err = cli("serve", "--port", "0", "--state", state)
+    assert code == 2
+    assert "[invalid_request]" in err
+    assert "--state" in err
+    assert "Traceback" not in err
+    assert "nothing to take back" in cli("host", "undo", "--state", "/proc/none")[1]
 
 
 def test_help_and_version(cli: Cli) -> None:

@@ -38,10 +38,19 @@ def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def no_option(context: click.Context, _: click.Parameter, words: Any) -> Any:
+    """What stands where an argument should, and is an option that we don't know: say so. Options of the command's own
+    come after its name."""
+    first = words if isinstance(words, str) else next(iter(words), "")
+    if first.startswith("-"):
+        raise click.NoSuchOption(first, ctx=context)
+    return words
+
+
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @command_options
-@click.argument("sandbox_id", metavar="ID", type=SANDBOX)
-@click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.argument("sandbox_id", metavar="ID", type=SANDBOX, callback=no_option)
+@click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True, callback=no_option)
 def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
     """Run a command in a sandbox that exists; its exit code is passed on.
 
@@ -70,8 +79,8 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
     "--tripwires", multiple=True, metavar="SET", help="Rules to watch it by: default, swe (docs/TRIPWIRES.md)."
 )
 @click.option("--keep", is_flag=True, help="Leave the sandbox running and print its id on stderr.")
-@click.argument("environment", type=ENVIRONMENT)
-@click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.argument("environment", type=ENVIRONMENT, callback=no_option)
+@click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True, callback=no_option)
 def run(  # noqa: PLR0917 (click passes by name)
     environment: str,
     argv: tuple[str, ...],

@@ -185,7 +185,7 @@ def undo(state: Path | None, packages: bool) -> int:
     except ImportError as error:
         raise _needs_server(error) from error
     lines = app.undo_host(state=state, packages=packages)
-    for line in lines:
+    for line in lines or ["nothing to take back: there is no such state directory"]:
         click.echo(line)
     return EXIT_PLATFORM if any(line.startswith("FAILED") for line in lines) else 0
 

@@ -137,11 +137,15 @@ def merge(name: str, layers: tuple[str, ...], kind: str, as_json: bool) -> None:
 
 @layer.command("verify")
 @click.argument("reference")
-def verify(reference: str) -> None:
+@json_option
+def verify(reference: str, as_json: bool) -> None:
     """Read all of a layer and compare it with its digests."""
     with Steps() as steps:
         found = _run(lambda client: client.catalog.verify(reference, on_step=steps.show))
-    click.echo(found["digest"])
+    if wants_json(as_json):
+        write_json({"layer": found["digest"]})
+    else:
+        click.echo(found["digest"])
 
 
 @layer.command("rm")
@@ -152,11 +156,15 @@ def remove(name: str) -> None:
 
 
 @layer.command("gc")
-def collect() -> None:
+@json_option
+def collect(as_json: bool) -> None:
     """Delete layers without a name that no sandbox stands on."""
     with Steps() as steps:
         freed = _run(lambda client: client.catalog.collect(on_step=steps.show))
-    click.echo(f"freed {readable(freed)}")
+    if wants_json(as_json):
+        write_json({"freed_bytes": freed})
+    else:
+        click.echo(f"freed {readable(freed)}")
 
 
 @layer.command("export")

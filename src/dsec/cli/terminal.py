@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, PtySize
+from dsec.cli.commands import no_option
 from dsec.cli.complete import ENVIRONMENT_OR_SANDBOX, is_id
 from dsec.cli.output import EXIT_PLATFORM, note
 from dsec.cli.sandboxes import pairs
@@ -45,8 +46,8 @@ class Ended(Exception):
 @click.option("--env", "-e", "variables", multiple=True, metavar="K=V", help="Environment variable.")
 @click.option("--cwd", help="Working directory.")
 @click.option("--user", "-u", help="User inside: name, uid, or with :group.")
-@click.argument("target", metavar="ID|ENVIRONMENT", type=ENVIRONMENT_OR_SANDBOX)
-@click.argument("argv", metavar="[COMMAND...]", nargs=-1, type=click.UNPROCESSED)
+@click.argument("target", metavar="ID|ENVIRONMENT", type=ENVIRONMENT_OR_SANDBOX, callback=no_option)
+@click.argument("argv", metavar="[COMMAND...]", nargs=-1, type=click.UNPROCESSED, callback=no_option)
 def shell(target: str, argv: tuple[str, ...], variables: tuple[str, ...], cwd: str | None, user: str | None) -> int:
     """A terminal in a sandbox: of an ID, or in a new one of ENVIRONMENT, which ends with the shell.
 

@@ -222,9 +222,8 @@ class Transport:
             return found
 
     def _unreachable(self, error: BaseException) -> Unavailable:
-        reason = getattr(error, "strerror", None) or error
         return Unavailable(
-            f"no server answers at {self.endpoint.url}: {reason}",
+            f"no server answers at {self.endpoint.url}: {_reason(error)}",
             remedy="start one with `dsec serve`, or set DSEC_URL and DSEC_API_KEY",
         )
 
@@ -325,7 +324,7 @@ class Retry:
             if isinstance(error, DsecError):
                 raise error
             raise Unavailable(
-                f"the connection to {self._transport.endpoint.url} broke and could not be made again: {error!r}",
+                f"the connection to {self._transport.endpoint.url} broke and could not be made again: {_reason(error)}",
                 remedy="see whether the server runs; then try again",
                 **_named(request_id),
             ) from error
@@ -395,9 +394,14 @@ async def _failure(response: aiohttp.ClientResponse) -> tuple[DsecError, float |
         return error, 1.0
 
 
+def _reason(error: BaseException) -> object:
+    """Of a broken connection, in words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 def _unknown(error: BaseException, request_id: str | None) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"the connection broke before the answer came: {error!r}",
+        f"the connection broke before the answer came: {_reason(error)}",
         remedy="it may have happened: look before you repeat it",
         **_named(request_id),
     )
