@@ -1,5 +1,5 @@
 """A lazy layer without a server: made by mkfs.erofs with its data apart, served by a holder and a filler of the test's
-own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S`."""
+own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S MOST_BYTES IDLE_S`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import msgspec
 from dsec.backends.container.native import build_native
 from dsec.edge.config import SystemClock
 from dsec.errors import Unavailable
-from dsec.kernel import mounts, syscalls
+from dsec.kernel import loop, mounts, syscalls
 from dsec.store.blobs import DirectoryStore
 from dsec.store.format import (
     Manifest,
@@ -40,6 +41,7 @@ from dsec.store.lazy import filler, holder
 from dsec.store.lazy.cache import LazyCache
 
 CHUNK = 65536
+BALLAST = "ballast"
 
 
 class SlowDirectory(DirectoryStore):
@@ -113,15 +115,27 @@ def holder_program() -> Path:
 class Node:
     """A cache directory, its marked twin, a holder and a filler."""
 
-    def __init__(self, root: Path, *, delay_s: float = 0.0, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        delay_s: float = 0.0,
+        deadline_s: float = 60.0,
+        most_bytes: int = 1 << 40,
+        idle_s: float = 60.0,
+        cache_bytes: int = 0,
+    ) -> None:
+        """`cache_bytes`: the disk of the cache is no larger."""
         self.root = root
-        self.delay_s = delay_s
+        self.options = [str(delay_s), str(most_bytes), str(idle_s)]
         self.deadline_s = deadline_s
         self.store = root / "store"
         self.cache = root / "cache"
         self.marked = root / "marked"
         for path in (self.store, self.cache, self.marked):
             path.mkdir(exist_ok=True)
+        if cache_bytes:
+            self._small_disk(cache_bytes)
         syscalls.mount(self.cache, self.marked, None, syscalls.MS_BIND)
         self.holder_path = root / "holder.sock"
         self.control_path = root / "fill.sock"
@@ -133,7 +147,7 @@ class Node:
         self.start_filler()
 
     def start_filler(self) -> None:
-        self.filler = subprocess.Popen([sys.executable, __file__, str(self.root), str(self.delay_s)])
+        self.filler = subprocess.Popen([sys.executable, __file__, str(self.root), *self.options])
         until = time.monotonic() + 30
         while not self._listens():
             assert self.filler.poll() is None, "the filler ended"
@@ -185,16 +199,45 @@ class Node:
                         return answer
         raise AssertionError("no answer")
 
-    def mount(self, layer: str) -> Path:
+    def mount(self, layer: str, *, marked: bool = True) -> Path:
         assert "ok" in self.call("attach", layer)
         target = self.root / f"mnt{len(self.mounted)}"
         target.mkdir()
         flags = syscalls.MS_RDONLY | syscalls.MS_NODEV
         syscalls.mount(
-            self.cache / layer / "meta.erofs", target, "erofs", flags, f"device={self.marked / layer / 'data'}"
+            self.cache / layer / "meta.erofs",
+            target,
+            "erofs",
+            flags,
+            f"device={(self.marked if marked else self.cache) / layer / 'data'}",
         )
         self.mounted.append(target)
         return target
+
+    def unmount_last(self) -> None:
+        mounts.unmount(self.mounted[-1])
+
+    def _small_disk(self, free_bytes: int) -> None:
+        image = self.root / "disk"
+        with open(image, "wb") as file:
+            file.truncate(64 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)], check=True)
+        with loop.attach(image) as device:
+            syscalls.mount(device.path, self.cache, "ext4")
+        with open(self.cache / BALLAST, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.cache).free - free_bytes)
+
+    def grow_disk(self) -> None:
+        """Only where `cache_bytes` made it small."""
+        (self.cache / BALLAST).unlink()
+
+    @staticmethod
+    def forget_pages(top: Path, name: str | None = None) -> None:
+        """Have the next read of a mounted layer's files ask again."""
+        for path in [top / name] if name else top.iterdir():
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         for target in self.mounted:
@@ -207,27 +250,30 @@ class Node:
         for descriptor in self.kept or ():
             os.close(descriptor)
         mounts.unmount_under(self.marked)
+        mounts.unmount_under(self.cache)
 
 
 @contextmanager
 def node(root: Path, **options: float) -> Iterator[Node]:
-    made = Node(root, **options)
+    made = Node(root, **options)  # type: ignore[arg-type]
     try:
         yield made
     finally:
         made.close()
 
 
-async def _main(root: Path, delay_s: float) -> None:
+async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float) -> None:
     made = filler.Filler(
         LazyCache(root / "cache"),
         SlowDirectory(root / "store", delay_s),
         root / "holder.sock",
         SystemClock(),
-        most_bytes=1 << 40,
+        most_bytes=most_bytes,
+        idle_s=idle_s,
+        keep_every_s=min(20.0, idle_s / 2),
     )
     await filler.serve_filler(made, root / "fill.sock")
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), float(sys.argv[2])))
+    asyncio.run(_main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))

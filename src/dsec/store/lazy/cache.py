@@ -20,13 +20,14 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dsec.errors import LayerCorrupt
 from dsec.kernel.syscalls import punch_hole
-from dsec.store.format import BLOCK, Chunk, decode_manifest, decode_placement
+from dsec.store.format import BLOCK, Chunk, decode_manifest, decode_placement, is_layer
 
 _SYNCED_HEAD = 36
 """The boot's id, before the bits."""
@@ -58,11 +59,14 @@ class CachedLayer:
         self.missing = self.have.count(0)
         self.dirty = False
         """Filled something since the last `sync`."""
+        self._syncing = threading.Lock()
 
     def close(self) -> None:
+        """What is still written fails with EBADF: the numbers may be another file's soon."""
+        data, bitmap, self.data, self.bitmap = self.data, self.bitmap, -1, -1
         self._bits.close()
-        os.close(self.data)
-        os.close(self.bitmap)
+        os.close(data)
+        os.close(bitmap)
 
     @property
     def metadata_path(self) -> Path:
@@ -96,28 +100,39 @@ class CachedLayer:
         return sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
 
     def sync(self) -> None:
-        """Bring what is filled to the disk, so that it is good after a power loss too. Blocks."""
+        """Bring what is filled to the disk, so that it is good after a power loss too. Blocks. Raises OSError: a full
+        disk."""
         if not self.dirty:
             return
-        self.dirty = False
-        bits = bytes(self._bits)
-        os.fdatasync(self.data)
-        self._write_synced(bits)
+        with self._syncing:
+            self.dirty = False
+            bits = bytes(self._bits)
+            try:
+                os.fdatasync(self.data)
+                self._write_synced(bits)
+            except OSError:
+                self.dirty = True
+                raise
         os.posix_fadvise(self.data, 0, 0, os.POSIX_FADV_DONTNEED)  # EROFS has its own copy of what was read
 
     def forget(self) -> None:
         """Take back what `note` said of all chunks: from now on each read is asked for again. The data stays until
-        `punch`."""
+        `punch`, and may be promised on the disk until `forget_synced`."""
         self._bits[:] = bytes(len(self._bits))
         self.have[:] = bytes(len(self.have))
         self.missing = len(self.have)
-        self._write_synced(bytes(len(self._bits)))
 
-    def punch(self) -> None:
-        """Give the disk space of chunks that aren't noted back. No read that was allowed may be on its way."""
-        for chunk, here in zip(self.chunks, self.have, strict=True):
-            if not here:
-                punch_hole(self.data, chunk.offset, chunk.size)
+    def forget_synced(self) -> None:
+        """Take back what the disk promises. Blocks."""
+        with self._syncing:
+            self._write_synced(bytes(len(self._bits)))
+
+    def punch(self, indexes: Iterable[int]) -> None:
+        """Give the disk space of those of these chunks back that aren't noted. No read of them that was allowed may be
+        on its way. On the thread that writes and notes: a chunk must not arrive between the look and the hole."""
+        for index in indexes:
+            if not self.have[index]:
+                punch_hole(self.data, self.chunks[index].offset, self.chunks[index].size)
 
     def _go_back(self) -> None:
         path = self.root / "synced"
@@ -125,13 +140,14 @@ class CachedLayer:
         boot, bits = synced[:_SYNCED_HEAD], synced[_SYNCED_HEAD:]
         if boot != boot_id():
             self._bits[:] = bits if len(bits) == len(self._bits) else bytes(len(self._bits))
-            self._write_synced(bytes(self._bits))
+            # Promises of nothing need no disk: what is lost of them promises nothing, too.
+            self._write_synced(bytes(self._bits), durable=any(self._bits))
 
-    def _write_synced(self, bits: bytes) -> None:
+    def _write_synced(self, bits: bytes, *, durable: bool = True) -> None:
         temporary = self.root / "synced.new"
         with open(temporary, "wb") as file:
             file.write(boot_id() + bits)
-            if any(bits):  # promises of nothing need no disk: what is lost of them reads as nothing, too
+            if durable:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(self.root / "synced")
@@ -160,7 +176,7 @@ class LazyCache:
 
     def layers(self) -> Iterator[str]:
         """Those that have a directory."""
-        return (entry.name for entry in os.scandir(self.root) if entry.name != self._scratch.name)
+        return (entry.name for entry in os.scandir(self.root) if is_layer(entry.name))
 
     def path(self, layer: str) -> Path:
         return self.root / layer

@@ -91,6 +91,10 @@ class Fetcher:
         self._start_queued()
         return list(waits)
 
+    def busy(self, layer: str) -> bool:
+        """Whether anything of a layer is on its way."""
+        return any(flying == layer for flying, _ in self._flying)
+
     async def close(self) -> None:
         """Stop; who waits is cancelled."""
         self._queued.clear()

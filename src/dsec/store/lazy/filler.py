@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
-"""A mounted layer of which no read asked for so long may lose its data."""
+_PUNCHES = 64
+"""Holes between two turns of the loop."""
 NICE = -10
 """Sandboxes wait for this process: it must not wait for those that compute."""
 _NUMBER = "number"
@@ -74,8 +75,19 @@ class _Served(msgspec.Struct):
 class Filler:
     """Answers one holder from one store."""
 
-    def __init__(self, cache: LazyCache, store: BlobStore, holder_path: Path, clock: Clock, *, most_bytes: int) -> None:
-        """`most_bytes`: of data in the cache; beyond it the least recently used goes."""
+    def __init__(
+        self,
+        cache: LazyCache,
+        store: BlobStore,
+        holder_path: Path,
+        clock: Clock,
+        *,
+        most_bytes: int,
+        idle_s: float = IDLE_S,
+        keep_every_s: float = SYNC_EVERY_S,
+    ) -> None:
+        """`most_bytes`: of data in the cache; beyond it the least recently used goes. `idle_s`: a mounted layer of
+        which no read asked for so long may lose its data. `keep_every_s`: between looks at what to sync and evict."""
         self.cache = cache
         self.fetcher = Fetcher(store, clock)
         self.failures: Counter[str] = Counter()
@@ -85,6 +97,8 @@ class Filler:
         self._holder = holder.HolderClient(holder_path)
         self._channel = holder.connect(holder_path)
         self._most_bytes = most_bytes
+        self._idle_s = idle_s
+        self._keep_every_s = keep_every_s
         self._numbers: dict[int, str] = {}
         self._served: dict[str, _Served] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
@@ -112,7 +126,7 @@ class Filler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for served in self._served.values():
             await self._save_trace(served)
-            served.cached.sync()
+            self._sync(served)
             served.cached.close()
         self._channel.close()
         self._holder.close()
@@ -127,18 +141,20 @@ class Filler:
             if not self.cache.path(layer).exists():
                 await self._begin(layer)
             served = self._serve(layer)
+            served.users = True
+            if not served.cached.missing:
+                self._finish(served)  # it is mounted where reads don't ask: it must not be emptied
             if served.recorder is None and served.cached.missing:
                 trace = await load_trace(self._store, served.cached)
                 if trace:
                     self.fetcher.begin(served.cached, trace, background=True)
                 else:
                     served.recorder = Recorder(self._clock)
-        served.users = True
         cached = served.cached
         return {
             "metadata_bytes": cached.manifest.metadata_bytes,
             "data_bytes": cached.manifest.data_bytes,
-            "complete": cached.missing == 0,
+            "complete": served.told_complete,
         }
 
     async def _begin(self, layer: str) -> None:
@@ -282,13 +298,21 @@ class Filler:
     async def keep(self) -> None:
         """Sync, save traces, evict, for ever."""
         while True:
-            await self._clock.sleep(SYNC_EVERY_S)
+            await self._clock.sleep(self._keep_every_s)
             for served in list(self._served.values()):
                 if served.cached.dirty:
-                    await asyncio.to_thread(served.cached.sync)
+                    await asyncio.to_thread(self._sync, served)
                 if served.recorder is not None and served.recorder.ripe:
                     await self._save_trace(served)
             await self.evict()
+
+    @staticmethod
+    def _sync(served: _Served) -> None:
+        """A disk that is full, or fails, promises less after a power loss; reads go on."""
+        try:
+            served.cached.sync()
+        except OSError as error:
+            log.warning("layer %s can't be brought to disk: %s", served.cached.layer, error)
 
     async def evict(self) -> None:
         """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that no
@@ -301,8 +325,10 @@ class Filler:
                 return
             served = self._served[layer]
             if not served.users:
+                if self.fetcher.busy(layer):
+                    continue
                 self._drop(layer)
-            elif ages[layer] < IDLE_S or served.told_complete or not await self._empty(served):
+            elif ages[layer] < self._idle_s or served.told_complete or not await self._empty(served):
                 continue
             over -= sizes[layer]
 
@@ -316,12 +342,15 @@ class Filler:
     async def _empty(self, served: _Served) -> bool:
         """Give the space of a mounted layer back. A read that was allowed before its chunk was forgotten may be on
         its way still: that is why only a layer at rest is emptied, and only when it stayed so."""
-        await asyncio.to_thread(served.cached.forget)
+        served.cached.forget()
         before = time.monotonic()
+        await asyncio.to_thread(served.cached.forget_synced)
         await self._clock.sleep(1.0)
-        if self._holder.idle_s(served.number) < time.monotonic() - before + IDLE_S / 2:
+        if self._holder.idle_s(served.number) < time.monotonic() - before + self._idle_s / 2:
             return False
-        await asyncio.to_thread(served.cached.punch)
+        for first in range(0, len(served.cached.chunks), _PUNCHES):
+            served.cached.punch(range(first, min(first + _PUNCHES, len(served.cached.chunks))))
+            await asyncio.sleep(0)
         return True
 
     async def _save_trace(self, served: _Served) -> None:

@@ -1,0 +1,118 @@
+"""The bounded cache of lazy layers, on the real kernel: what goes, and that nothing wrong is ever read or kept."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from lazy_kit import Node, node
+from test_store_lazy import digest, filled, published
+
+pytestmark = pytest.mark.root
+
+MIB = 1 << 20
+SIZES = [MIB] * 6
+
+
+def blocks(made: Node, layer: str) -> int:
+    """Bytes on the disk of a layer's data."""
+    return (made.cache / layer / "data").stat().st_blocks * 512
+
+
+def until(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_longest_unread_layer_that_nothing_mounts_goes_first(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=9 * MIB, idle_s=1.0) as made:
+        layers = [published(made, seed, SIZES) for seed in range(2)]
+        for layer, digests in layers:
+            assert "ok" in made.call("attach", layer)
+            top = made.mount(layer)
+            assert {name: digest(top / name) for name in digests} == digests
+            made.unmount_last()
+            made.call("release", layer)
+            time.sleep(0.1)
+        until(lambda: not (made.cache / layers[0][0]).exists())
+        assert (made.cache / layers[1][0]).exists()
+        top = made.mount(layers[0][0])  # and it comes back
+        assert digest(top / "f0") == layers[0][1]["f0"]
+
+
+def test_a_mounted_layer_at_rest_is_emptied_and_comes_back_right(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=1.0) as made:
+        layer, digests = published(made, 1, SIZES)
+        top = made.mount(layer)
+        names = list(digests)[:-1]  # not all: a layer that is here whole asks no more
+        assert {name: digest(top / name) for name in names} == {name: digests[name] for name in names}
+        assert blocks(made, layer) >= 5 * MIB
+        until(lambda: blocks(made, layer) == 0)
+        made.forget_pages(top)
+        assert {name: digest(top / name) for name in digests} == digests
+
+
+def test_no_byte_is_wrong_while_layers_are_emptied_under_their_readers(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=0.4, delay_s=0.005) as made:
+        layers = [
+            (made.mount(layer), digests) for layer, digests in (published(made, seed, SIZES) for seed in range(2))
+        ]
+        wrong: list[str] = []
+        end = time.monotonic() + 6
+
+        def read(number: int) -> None:
+            dice = random.Random(number)
+            while time.monotonic() < end:
+                top, digests = layers[number % 2]
+                name = dice.choice(list(digests)[:-1])
+                if digest(top / name) != digests[name]:
+                    wrong.append(name)
+                made.forget_pages(top, name)
+                time.sleep(dice.choice([0, 0.01, 1.5]))
+
+        readers = [threading.Thread(target=read, args=[number]) for number in range(4)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(60)
+        assert wrong == []
+        status = made.call("status")["ok"]["layers"].values()  # type: ignore[index]
+        assert sum(each["fetched_bytes"] for each in status) > 10 * MIB  # some of it twice: it had been emptied
+
+
+def test_a_complete_layer_that_a_new_filler_finds_is_not_emptied(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=0.4) as made:
+        layer, digests = published(made, 1, SIZES)
+        made.call("attach", layer)
+        assert "ok" in made.call("complete", layer)
+        made.stop_filler()
+        made.start_filler()
+        answer = made.call("attach", layer)["ok"]
+        assert answer["complete"]  # type: ignore[index]
+        time.sleep(3)  # several looks at what to evict
+        top = made.mount(layer, marked=False)
+        assert {name: digest(top / name) for name in digests} == digests
+
+
+def test_a_full_disk_is_an_error_and_nothing_wrong_stays(tmp_path: Path) -> None:
+    with node(tmp_path, cache_bytes=4 * MIB) as made:
+        layer, digests = published(made, 1, SIZES)
+        top = made.mount(layer)
+        failed = 0
+        for name in digests:
+            try:
+                read = digest(top / name)
+            except OSError:
+                failed += 1
+            else:
+                assert read == digests[name]
+        assert 2 <= failed < len(digests)
+        assert filled(made, layer) <= 4 * MIB
+        made.grow_disk()
+        made.forget_pages(top)
+        assert {name: digest(top / name) for name in digests} == digests
