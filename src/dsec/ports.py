@@ -35,6 +35,18 @@ class Clock(Protocol):
         ...
 
 
+class Tap(Protocol):
+    """Told of all that passes between an operation and its caller, once and in order, however many read."""
+
+    def output(self, stderr: bool, offset: int, data: bytes) -> None: ...
+
+    def stdin(self, data: memoryview) -> None: ...
+
+    def ended(self) -> None:
+        """Its end is known (`Operation.end`); no reader has seen it yet."""
+        ...
+
+
 class Operation(Protocol):
     """One operation in a guest. It lives on when the reader, the edge or the caller goes away."""
 
@@ -56,6 +68,10 @@ class Operation(Protocol):
     @property
     def end(self) -> OpEnd | None:
         """How it ended, or None while it runs."""
+        ...
+
+    def watch(self, tap: Tap) -> None:
+        """Tell `tap` of everything, at once of what is there already (of output that is still kept)."""
         ...
 
     async def started(self) -> int | None:

@@ -4,6 +4,7 @@ leave."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from dsec.spec.operations import OpRequest
 from dsec.spec.sandbox import SandboxSpec
 
 KINDS = ("cgroup", "subvolume", "guest")
+NOT_NOW = shutil.ignore_patterns("sync.*")
+"""What an edge that takes over on the same boot doesn't need, and the dead one's thread may just be removing."""
 
 
 class Machine:

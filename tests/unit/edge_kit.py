@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dsec.backends.fake import FakeBackend, FakeHost
-from dsec.edge.commands import RunningCommand
+from dsec.edge.client import Execution
 from dsec.edge.config import EdgeConfig, SystemClock
 from dsec.edge.node import Edge
 from dsec.ports import Backend, Clock
@@ -73,7 +73,7 @@ def spec(**fields: object) -> SandboxSpec:
     return SandboxSpec(**{"environment": "base", **fields})  # type: ignore[arg-type]
 
 
-async def finish(execution: RunningCommand, stdout_from: int = 0) -> tuple[bytes, bytes, ExecStatus]:
+async def finish(execution: Execution, stdout_from: int = 0) -> tuple[bytes, bytes, ExecStatus]:
     """A command's whole output and its status."""
     output = (bytearray(), bytearray())
     async for event in execution.events(stdout_from):

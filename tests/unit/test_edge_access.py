@@ -43,7 +43,7 @@ async def test_secrets_are_not_on_disk(kit: Kit) -> None:
         key = await edge.create_key("p")
         token = (await edge.create(spec(), project="p")).sandbox.token
         assert token is not None
-    raw = b"".join(path.read_bytes() for path in kit.state.iterdir())
+    raw = b"".join(path.read_bytes() for path in kit.state.rglob("*") if path.is_file())
     for secret in (key, token):
         assert secret.encode() not in raw
         assert secret.rpartition("_")[2].encode() not in raw

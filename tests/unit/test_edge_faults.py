@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from edge_double import KINDS, Machine, abandon, count_journal_steps, open_edge
+from edge_double import KINDS, NOT_NOW, Machine, abandon, count_journal_steps, open_edge
 from edge_kit import spec, until
 
 from dsec.edge.client import BatchItem
@@ -151,7 +151,7 @@ async def kill_and_recover(root: Path, machine: Machine, at: int) -> bool:
     died = machine.killed.is_set()
     machine.kill_at = None
     if died:
-        shutil.copytree(root / "state", root / "after")
+        shutil.copytree(root / "state", root / "after", ignore=NOT_NOW)
     script.cancel()
     killed.cancel()
     await asyncio.gather(script, killed, return_exceptions=True)

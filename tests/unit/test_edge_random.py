@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from edge_double import KINDS, Machine, abandon, count_journal_steps, open_edge
+from edge_double import KINDS, NOT_NOW, Machine, abandon, count_journal_steps, open_edge
 from edge_kit import spec, until
 
 from dsec.edge.node import Edge
@@ -115,7 +115,7 @@ async def test_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: 
         machine.kill_at = None
         if died:
             state = tmp_path / str(life + 1)
-            shutil.copytree(tmp_path / str(life), state)
+            shutil.copytree(tmp_path / str(life), state, ignore=NOT_NOW)
         for task in (*callers, killed):
             task.cancel()
         assert not [result for result in await at_work if isinstance(result, Exception)]
@@ -127,6 +127,6 @@ async def test_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: 
         await edge.close(keep=life < 2)
         if life < 2:
             state = tmp_path / str(life + 1)
-            shutil.copytree(tmp_path / str(life), state)
+            shutil.copytree(tmp_path / str(life), state, ignore=NOT_NOW)
     if not died:
         assert machine.resources == set()

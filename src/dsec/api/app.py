@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, builds, control, exec, files, openapi, seeing, sessions, streams
+from dsec.api import batch, builds, control, exec, files, openapi, seeing, sessions, streams, trajectory
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
@@ -157,6 +157,10 @@ class Api:
             x.only("GET")
             await seeing.events(edge, sandbox_id, x)
             return True
+        if rest == "trajectory":
+            x.only("GET")
+            await trajectory.read(edge, sandbox_id, x)
+            return True
         if rest == "exec:release":
             x.only("POST")
             await exec.release_many(edge, sandbox_id, x)
@@ -240,6 +244,10 @@ class Api:
         if raw in ("/v1/sandboxes:pause", "/v1/sandboxes:resume"):
             x.only("POST")
             await batch.pause_many(self._edge, x, resume=raw.endswith("resume"))
+            return True
+        if raw == "/v1/sandboxes:rebuild":
+            x.only("POST")
+            await trajectory.rebuild(self._edge, x)
             return True
         if raw == "/v1/exec:batch":
             x.only("POST")

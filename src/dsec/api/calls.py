@@ -29,6 +29,7 @@ from dsec.spec.sessions import (
     SessionResult,
     SessionSpec,
 )
+from dsec.spec.trajectory import Entry, RebuildRequest, Rebuilt
 from dsec.wire.exec_stream import MEDIA_TYPE
 
 JSON, OCTETS, NDJSON, FORM = (
@@ -278,6 +279,20 @@ CALLS = (
         summary="What happened to a sandbox, a line an event above the number `after`; `follow`: until it has ended",
         query=("follow", "after"),
         gives=(NDJSON, SandboxEvent),
+    ),
+    Call(
+        method="get",
+        path=f"{_ONE}/trajectory",
+        summary="What was done to a sandbox and what came of it, a line an entry, hash-chained, above `after`",
+        query=("follow", "after"),
+        gives=(NDJSON, Entry),
+    ),
+    Call(
+        method="post",
+        path="/v1/sandboxes:rebuild",
+        summary="Make a sandbox again from its trajectory; says where outcomes first differ",
+        takes=((JSON, RebuildRequest),),
+        gives=(JSON, Rebuilt),
     ),
     Call(
         method="get",

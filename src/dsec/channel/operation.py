@@ -20,6 +20,7 @@ from typing import Protocol
 
 from dsec.channel.spool import OpSpool
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, OutcomeUnknown
+from dsec.ports import Tap
 from dsec.spec.operations import Chunk, Kind, OpEnd
 from dsec.wire.frames import MAX_DATA, WINDOW
 from dsec.wire.session import Session
@@ -117,6 +118,7 @@ class GuestOperation:
         self._stdin_turn: asyncio.Lock | None = None
         self._stdin_sent = 0
         self.ended_at = 0.0
+        self._tap: Tap | None = None
 
     @property
     def op(self) -> int:
@@ -142,6 +144,14 @@ class GuestOperation:
     @property
     def stdin_offset(self) -> int:
         return max(self._stdin_sent, self._link.session.stdin_offset(self._op))
+
+    def watch(self, tap: Tap) -> None:
+        reader = _Reader(self._kept_from(0), self._kept_from(1))
+        while (chunk := self._take(reader)) is not None:
+            tap.output(chunk.stderr, chunk.offset, chunk.data)
+        self._tap = tap
+        if self._end is not None:
+            tap.ended()
 
     async def started(self) -> int | None:
         while self._pid is None and self._end is None:
@@ -242,11 +252,16 @@ class GuestOperation:
         self._pid = pid
 
     def note_output(self, stderr: bool, data: bytes) -> None:
-        self._streams[stderr].append(data)
+        stream = self._streams[stderr]
+        if self._tap is not None:
+            self._tap.output(stderr, stream.end, data)
+        stream.append(data)
 
     def note_end(self, end: OpEnd, at: float) -> None:
         self._end = end
         self.ended_at = at
+        if self._tap is not None:
+            self._tap.ended()
 
     def fail(self, error: DsecError) -> None:
         """It cannot go on here. One that ended keeps its result."""
@@ -316,6 +331,8 @@ class GuestOperation:
                     await self._change()
                     continue
                 self._link.send(session.stdin(self._op, view[:room]))
+                if self._tap is not None:
+                    self._tap.stdin(view[:room])
                 self._stdin_sent = session.stdin_offset(self._op)
                 view = view[room:]
                 await self._link.drained()

@@ -21,6 +21,7 @@ from dsec.cli import (
     session,
     state,
     terminal,
+    trajectory,
 )
 from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
@@ -44,6 +45,7 @@ for _command in (
     *commands.COMMANDS,
     *terminal.COMMANDS,
     *inside.COMMANDS,
+    *trajectory.COMMANDS,
     *session.COMMANDS,
     *copy.COMMANDS,
     *forward.COMMANDS,

@@ -36,6 +36,7 @@ from dsec.spec.sandbox import (
     SandboxSpec,
     State,
 )
+from dsec.spec.trajectory import RebuildRequest, Rebuilt
 
 
 class Principal(Struct, frozen=True):
@@ -275,6 +276,13 @@ class EdgeClient(Observed, Kept, Protocol):
         """
         ...
 
+    async def rebuild(self, request: RebuildRequest, principal: Principal) -> Rebuilt:
+        """Make a sandbox again, under another id: from the environment that its trajectory begins with, by doing again
+        what its callers did; keys have their results there too. Says where the outcomes first differ. Raises
+        `Conflict` where the trajectory doesn't hold or lacks what is needed, `PermissionDenied` where the principal
+        can't grant what it reached, and as `create`."""
+        ...
+
     def get(self, sandbox_id: str) -> SandboxInfo: ...
 
     def find_named(self, project: str, run: str | None, name: str) -> SandboxInfo:
@@ -331,7 +339,8 @@ class EdgeClient(Observed, Kept, Protocol):
     # --- commands ---------------------------------------------------------------------------------------------------
 
     async def exec(self, sandbox_id: str, spec: ExecSpec, *, patient: bool = False) -> Execution:
-        """Start a command, or attach to the one of the same key. `patient`: its result is what counts, that it started
+        """Start a command, or attach to the one of the same key, or give its result as it is on record: also after its
+        release and after the sandbox's end. `patient`: its result is what counts, that it started
         may be known a moment later, which is cheaper.
 
         Raises `InvalidRequest`, `Conflict` (the key was used for a different request), `QuotaExceeded` (too many
@@ -340,7 +349,7 @@ class EdgeClient(Observed, Kept, Protocol):
         ...
 
     async def attach(self, sandbox_id: str, key: str) -> Execution:
-        """The command of a key. Raises `NotFound`."""
+        """The command of a key, or its result, as for `exec`. Raises `NotFound`."""
         ...
 
     async def attach_pid(self, sandbox_id: str, pid: int) -> Execution:
@@ -366,7 +375,8 @@ class EdgeClient(Observed, Kept, Protocol):
         ...
 
     async def release(self, sandbox_id: str, key: str) -> None:
-        """Forget the command, its output and its result; a running one is ended whole. Idempotent."""
+        """Free what the guest keeps of the command; its result stays on record. A running one is ended whole.
+        Idempotent."""
         ...
 
     # --- files ------------------------------------------------------------------------------------------------------

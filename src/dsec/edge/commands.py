@@ -1,19 +1,23 @@
 """Commands in sandboxes: keys, defaults, attaching, statuses.
 
-Owns the table of a sandbox's commands. Invariants: a key starts at most one command while the sandbox lives and its
-result is remembered (the last `max_kept_commands` that ended); a caller that goes away stops nothing; an unkeyed
-command is released when its reader has seen the end, or by this edge when the reader went away.
+Owns the table of a sandbox's commands. Invariants: a key starts at most one command, ever: its result is in the
+sandbox's trajectory before anybody sees it, and stays there; a caller that goes away stops nothing; an unkeyed command
+is released when its reader has seen the end, or by this edge when the reader went away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.outcome import Asked, met_no_limit, status_of
+from dsec.edge.recorded import RecordedCommand
+from dsec.edge.recorder import Recorder
+from dsec.edge.recording import Recording
 from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
@@ -32,11 +36,14 @@ class Command:
         "asked",
         "before",
         "began",
+        "durable",
+        "entry",
         "failure",
         "guest_key",
         "key",
         "operation",
         "reads",
+        "recorder",
         "signalled",
         "starting",
         "status",
@@ -55,6 +62,11 @@ class Command:
         self.reads = 0
         self.status: ExecStatus | None = None
         self.failure: DsecError | None = None
+        self.entry = 0
+        """Number of its `exec` in the trajectory; 0 where an earlier edge wrote it for a command without a key."""
+        self.recorder: Recorder | None = None
+        self.durable: asyncio.Future[None] | None = None
+        """Its result is on disk, where the sandbox wants that."""
 
     def live(self) -> Operation:
         """Its operation; callers have waited for `starting`."""
@@ -107,13 +119,14 @@ class RunningCommand:
 class Commands:
     """Starts and finds commands."""
 
-    def __init__(self, *, lives: Lives, clock: Clock, config: EdgeConfig, tasks: Tasks) -> None:
+    def __init__(self, *, lives: Lives, clock: Clock, config: EdgeConfig, tasks: Tasks, recording: Recording) -> None:
         self._lives = lives
+        self.recording = recording
         self._clock = clock
         self._config = config
         self._tasks = tasks
 
-    async def exec(self, sandbox: Sandbox, spec: ExecSpec, patient: bool = False) -> RunningCommand:
+    async def exec(self, sandbox: Sandbox, spec: ExecSpec, patient: bool = False) -> RunningCommand | RecordedCommand:
         """See `EdgeClient.exec`."""
         channel = sandbox.running().channel
         sandbox.active_at = self._clock.monotonic()
@@ -124,9 +137,13 @@ class Commands:
             known = table.get(guest_key[:HALF_KEY])
             if known is not None:
                 return await self._again(sandbox, known, spec.key, guest_key)
+            recorded = self.recording.find(sandbox, spec.key, guest_key)
+            if recorded is not None:
+                return recorded
         request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env, patient=patient)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
         command.began = sandbox.active_at
+        self.recording.begins(sandbox, command, spec)
         if guest_key is not None:
             self._make_room(sandbox, table)
             table[guest_key[:HALF_KEY]] = command
@@ -147,18 +164,24 @@ class Commands:
             raise
         command.starting = None
 
-    async def attach(self, sandbox: Sandbox, key: str) -> RunningCommand:
+    async def attach(self, sandbox: Sandbox, key: str) -> RunningCommand | RecordedCommand:
         """See `EdgeClient.attach`."""
         sandbox.running()
         command = self._find(sandbox, key)
         if command is None:
+            recorded = self.recording.find(sandbox, key)
+            if recorded is not None:
+                return recorded
             raise NotFound(
                 f"there is no command with the key {key!r} in sandbox {sandbox.id}",
-                remedy="It was released, or never started; commands without a key are forgotten when they end.",
+                remedy="It never started; commands without a key are forgotten when they end.",
             )
         if command.starting is not None:
             await asyncio.shield(command.starting)
-        self._check_kept(sandbox, command)
+        if self._dropped(sandbox, command):
+            recorded = self.recording.find(sandbox, key)
+            if recorded is not None:
+                return recorded
         if not command.key and not key.startswith("~"):
             command.key = key  # an earlier edge's: only the hash was known
         return RunningCommand(self, sandbox, command, attached=True)
@@ -192,13 +215,18 @@ class Commands:
 
     async def resize(self, sandbox: Sandbox, key: str, cols: int, rows: int) -> None:
         """See `EdgeClient.resize`."""
-        operation = (await self.attach(sandbox, key))._command.live()
+        execution = await self.attach(sandbox, key)
+        if isinstance(execution, RecordedCommand):
+            return
+        operation = execution._command.live()
         if operation.end is None:
             await operation.resize(cols, rows)
 
     async def signal(self, sandbox: Sandbox, key: str, signal: int, scope: int) -> None:
         """See `EdgeClient.signal`."""
         execution = await self.attach(sandbox, key)
+        if isinstance(execution, RecordedCommand):
+            return
         command = execution._command
         operation = command.live()
         if operation.end is None:
@@ -214,6 +242,8 @@ class Commands:
             await asyncio.wait([command.starting])
         self._drop(sandbox, command)
         if command.operation is not None:
+            if command.operation.end is None:
+                self.recording.cut(sandbox, command)
             await command.operation.release()
 
     def count_stdin(self, size: int) -> None:
@@ -229,6 +259,10 @@ class Commands:
                 continue
             command = Command("", key, Asked(), self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
             command.operation = operation
+            if key is not None:
+                self.recording.recall(sandbox, command, key)
+            if command.status is None:
+                self.recording.watch(command, operation, functools.partial(self._settle, sandbox, command))
             if key is not None:
                 self._table(sandbox)[key[:HALF_KEY]] = command
             else:
@@ -251,6 +285,8 @@ class Commands:
                         at[item.stderr] = item.offset + len(item.data)
                         yield item
             status = self._settle(sandbox, command)
+            if command.durable is not None:
+                await asyncio.shield(command.durable)
             if command.guest_key is None:
                 seen = True
                 if command.reads == 1:  # else the others read on, and the last of them does it
@@ -287,7 +323,9 @@ class Commands:
             return _by_number(table, int(key[1:])) if key[1:].isascii() and key[1:].isdigit() else None
         return table.get(hash_of(key))
 
-    async def _again(self, sandbox: Sandbox, command: Command, key: str, guest_key: bytes) -> RunningCommand:
+    async def _again(
+        self, sandbox: Sandbox, command: Command, key: str, guest_key: bytes
+    ) -> RunningCommand | RecordedCommand:
         if command.guest_key != guest_key:
             raise Conflict(
                 f"the key {key!r} was used for a different command",
@@ -301,6 +339,7 @@ class Commands:
             operation = await instance.channel.start(request)
         except BaseException as error:
             self._drop(sandbox, command)
+            self.recording.refused(sandbox, command, error)
             if isinstance(error, OutcomeUnknown | Unavailable):
                 raise await self.explain(sandbox, error) from error
             raise
@@ -308,6 +347,7 @@ class Commands:
         if command.guest_key is None:
             command.key = f"~{operation.op}"
             self._table(sandbox)[operation.op] = command
+        self.recording.watch(command, operation, functools.partial(self._settle, sandbox, command))
         self._lives.notes.command_started(sandbox, command.key, command.asked.argv0, operation.op)
 
     def _settle(self, sandbox: Sandbox, command: Command) -> ExecStatus:
@@ -320,13 +360,14 @@ class Commands:
                 raise OutcomeUnknown("the command's output ended without its result")
             try:
                 after = command.before if met_no_limit(end) else self._usage(sandbox, fresh_s=0.0)
-                command.status = status_of(end, command.before, after, command.asked, command.signalled)
-                self._lives.notes.command_ended(
-                    sandbox, command.key, command.status, command.began, self._clock.monotonic()
-                )
+                status = status_of(end, command.before, after, command.asked, command.signalled)
             except DsecError as error:
                 command.failure = error
+                self.recording.refused(sandbox, command, error)
                 raise
+            self.recording.result(sandbox, command, status)
+            self._lives.notes.command_ended(sandbox, command.key, status, command.began, self._clock.monotonic())
+            return status
         return command.status
 
     def _usage(self, sandbox: Sandbox, fresh_s: float) -> Usage:
@@ -340,6 +381,16 @@ class Commands:
                 sandbox.usage = sandbox.usage or Usage()
             sandbox.usage_at = now
         return sandbox.usage
+
+    def _dropped(self, sandbox: Sandbox, command: Command) -> bool:
+        """The channel keeps its output no more; its result is on record."""
+        operation, guest_key = command.operation, command.guest_key
+        if operation is None or guest_key is None or operation.end is None:
+            return False
+        gone = sandbox.running().channel.find(guest_key) is not operation
+        if gone:
+            self._settle(sandbox, command)
+        return gone
 
     def _drop(self, sandbox: Sandbox, command: Command) -> None:
         table = sandbox.commands
@@ -382,20 +433,6 @@ class Commands:
                 self._tasks.spawn(operation.release())
                 if len(table) < self._config.max_kept_commands:
                     return
-
-    def _check_kept(self, sandbox: Sandbox, command: Command) -> None:
-        """Raises `Conflict` where the channel has dropped the result of a command that ran: it must not run again."""
-        operation, guest_key = command.operation, command.guest_key
-        if operation is None or guest_key is None or operation.end is None:
-            return
-        if sandbox.running().channel.find(guest_key) is not operation:
-            status = self._settle(sandbox, command)
-            raise Conflict(
-                "the command of this key has run, and its output is no longer kept",
-                remedy="Use a new key to run it again.",
-                exit_code=status.exit_code,
-                cause=status.cause.value,
-            )
 
 
 def _by_number(table: dict[bytes | int, Command], op: int) -> Command | None:

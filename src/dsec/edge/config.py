@@ -42,7 +42,15 @@ class EdgeConfig(Struct, frozen=True, kw_only=True):
     """How often real memory and disk are looked at again while creations wait for them."""
     prune_interval_s: float = 60.0
     max_kept_commands: int = 512
-    """Ended commands with a key that one sandbox keeps until they are released; beyond it the oldest are forgotten."""
+    """Ended commands with a key that one sandbox's guest keeps until they are released; beyond it the oldest are only
+    in its trajectory."""
+    keep_ended_s: float = 86400.0
+    """Records, events and trajectories of ended sandboxes are kept for so long."""
+    trajectory_output_bytes: int = 1 << 20
+    """Of one stream of a command, or of one file that is written, that a trajectory keeps; of the rest it has size and
+    digest."""
+    trajectory_blob_bytes: int = 256 << 20
+    """What one sandbox's trajectory keeps of outputs and contents that are too long for an entry, all together."""
 
 
 class Capacity(Protocol):

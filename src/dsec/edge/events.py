@@ -61,6 +61,8 @@ class Events:
         self._closed = False
         self.on_refused: Callable[[str, str], None] | None = None
         """Told of each connection or name that the network policy refused a sandbox."""
+        self.on_event: Callable[[str, EventType, dict[str, Any]], None] | None = None
+        """Told of every event."""
 
     # --- writing ---
 
@@ -81,6 +83,8 @@ class Events:
                 del found.unsaved[:-SAVE_AT]
         if found.waiters:
             _wake(found)
+        if self.on_event is not None:
+            self.on_event(sandbox_id, kind, data)
         if kind in _REFUSALS and self.on_refused is not None:
             self.on_refused(sandbox_id, str(data.get("name") or data.get("address") or ""))
 

@@ -25,7 +25,7 @@ from dsec.edge.config import Capacity, EdgeConfig
 from dsec.edge.context import REQUEST_ID, work_on
 from dsec.edge.gate import Gate
 from dsec.edge.network import Networks
-from dsec.edge.notes import KEEP_S, Notes
+from dsec.edge.notes import Notes
 from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.tasks import Tasks, bug, log, quiet
@@ -159,6 +159,7 @@ class Lives:
             record, handle=backend.reserve(record.id, record.spec, self._tenant(record.project))
         )
         began = self._clock.monotonic()
+        await self.notes.begin(record)
         await self._journal.put(record)
         record_s = self._clock.monotonic() - began
         async with asyncio.timeout(self._config.create_timeout_s):
@@ -398,7 +399,7 @@ class Lives:
     async def _prune(self) -> None:
         while await self._journal.prune(self._clock.now()) >= PRUNE_STEP:
             pass
-        self.notes.events.prune(self._clock.now() - KEEP_S)
+        await self.notes.prune(self._clock.now() - self._config.keep_ended_s, self._journal)
 
     # --- membership ---
 

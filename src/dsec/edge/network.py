@@ -90,7 +90,7 @@ class Networks:
         if box is not None and not box.policy.intercepts:
             await _trust(box, policy, instance)
         sandbox.record = replace(sandbox.record, network=network)
-        self._notes.events.add(sandbox.id, EventType.NETWORK, describe(network))
+        self._notes.network_changed(sandbox.id, network, describe(network))
         durable = self._journal.put(sandbox.record)
         if box is not None:
             box.set_policy(policy)

@@ -6,16 +6,18 @@ Owns nothing but the composition and the order of opening and closing. Make one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
-from dsec.channel import files, streams
+from dsec.channel import streams
 from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, Page, Principal
 from dsec.edge.commands import Commands, RunningCommand
 from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.events import Events
+from dsec.edge.filing import FileCalls
 from dsec.edge.kept_calls import KeptCalls
 from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
@@ -25,6 +27,9 @@ from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
 from dsec.edge.pauses import Pauses
+from dsec.edge.rebuild import Replay, chain_of, networks_of
+from dsec.edge.recorded import RecordedCommand
+from dsec.edge.recording import Recording
 from dsec.edge.removal import delete_each
 from dsec.edge.requests import scope_of
 from dsec.edge.runs import Runs
@@ -33,26 +38,29 @@ from dsec.edge.settling import end_all, settle
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
+from dsec.edge.trajectory import Trajectories
 from dsec.edge.tripwires import Tripwires
 from dsec.egress.node import Egress
-from dsec.errors import InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.errors import InvalidRequest, OutcomeUnknown, SandboxEnded, SandboxLost, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal
 from dsec.journal.run_store import RunStore
 from dsec.journal.state_dir import StateDir
+from dsec.journal.trajectory import TrajectoryStore
 from dsec.plan.permissions import BUILT_IN
 from dsec.ports import Backend, Clock, GuestChannel, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
-from dsec.spec.sandbox import ExecSpec, FileInfo, ProcessInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.sandbox import ExecSpec, ProcessInfo, SandboxInfo, SandboxSpec, State
+from dsec.spec.trajectory import RebuildRequest, Rebuilt
 from dsec.spec.tripwires import TripwireState
 
 BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
 
 
-class Edge(KeptCalls):
+class Edge(KeptCalls, FileCalls):
     """One node's agent. Every method is described in `dsec.edge.client.EdgeClient`."""
 
     def __init__(
@@ -62,6 +70,7 @@ class Edge(KeptCalls):
         state: StateDir,
         journal: Journal,
         events: Events,
+        trajectories: Trajectories,
         clock: Clock,
         config: EdgeConfig,
         capacity: Capacity,
@@ -77,7 +86,8 @@ class Edge(KeptCalls):
         self._config = config
         self._tasks = tasks
         self._events = events
-        self._notes = Notes(events)
+        self._notes = Notes(events, trajectories)
+        self._trajectories = trajectories
         self._networks = Networks(egress=egress, journal=journal, notes=self._notes, connect=self._connect_named)
         self._tripwires = Tripwires(events, state.key)
         self._lives = Lives(
@@ -109,7 +119,8 @@ class Edge(KeptCalls):
             config=config,
             tasks=tasks,
         )
-        self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks)
+        recording = Recording(trajectories, config)
+        self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks, recording=recording)
         self._observer = Observer(lives=self._lives, backends=self._backends)
         self._access = Access(journal, clock, self._record, state.key, registry=egress.registry, policy=key_policy)
         self._started_at = clock.now()
@@ -144,11 +155,14 @@ class Edge(KeptCalls):
         async with AsyncExitStack() as undo:
             state = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir, edge=edge_number)
             undo.callback(state.close)
-            journal = Journal(state.path / "edge.db")
+            config = config or EdgeConfig()
+            journal = Journal(state.path / "edge.db", keep_s=config.keep_ended_s)
             undo.push_async_callback(journal.close)
             clock = clock or SystemClock()
             events = Events(EventStore(state.path / "events.db"), clock)
             undo.callback(events.close)
+            trajectories = Trajectories(TrajectoryStore(state.path / "trajectory"), clock, config)
+            undo.push_async_callback(trajectories.close)
             tasks = Tasks()
             undo.push_async_callback(tasks.close)
             edge = cls(
@@ -156,8 +170,9 @@ class Edge(KeptCalls):
                 state=state,
                 journal=journal,
                 events=events,
+                trajectories=trajectories,
                 clock=clock,
-                config=config or EdgeConfig(),
+                config=config,
                 capacity=capacity or HostCapacity(state.path),
                 tasks=tasks,
                 egress=egress or Egress(definitions=BUILT_IN),
@@ -184,6 +199,7 @@ class Edge(KeptCalls):
             stack.push_async_callback(self._journal.close)
             stack.callback(self._events.close)
             stack.callback(self._runs.close)
+            stack.push_async_callback(self._trajectories.close)
             for backend in self._backends.values():
                 stack.push_async_callback(backend.close, keep=keep)
             stack.push_async_callback(self._tasks.close)
@@ -357,6 +373,29 @@ class Edge(KeptCalls):
             async for event in events:
                 yield event
 
+    def trajectory(self, sandbox_id: str, after: int = 0) -> Iterator[bytes]:
+        self.get(sandbox_id)
+        return self._trajectories.read(sandbox_id, after)
+
+    async def follow_trajectory(self, sandbox_id: str, after: int = 0) -> AsyncGenerator[bytes, None]:
+        self.get(sandbox_id)
+        async with aclosing(self._trajectories.follow(sandbox_id, after)) as lines:
+            async for line in lines:
+                yield line
+
+    async def rebuild(self, request: RebuildRequest, principal: Principal) -> Rebuilt:
+        self._check_open()
+        entries = chain_of(list(self.trajectory(request.sandbox)), request.sandbox)
+        for network in networks_of(entries):
+            self.check_grants(principal, network)
+        blob = functools.partial(self._trajectories.store.blob, request.sandbox)
+        replay = Replay(self, entries, request, blob=blob, keep=self._config.trajectory_output_bytes)
+
+        async def make(spec: SandboxSpec) -> str:
+            return (await self.create(spec, project=principal.project)).sandbox.id
+
+        return await replay.run(make)
+
     def tripwires(self, sandbox_id: str) -> TripwireState:
         return self._tripwires.state(self._live(sandbox_id))
 
@@ -365,11 +404,17 @@ class Edge(KeptCalls):
 
     # --- commands ---
 
-    async def exec(self, sandbox_id: str, spec: ExecSpec, *, patient: bool = False) -> RunningCommand:
-        return await self._commands.exec(self._usable(sandbox_id), spec, patient)
+    async def exec(self, sandbox_id: str, spec: ExecSpec, *, patient: bool = False) -> RunningCommand | RecordedCommand:
+        try:
+            return await self._commands.exec(self._usable(sandbox_id), spec, patient)
+        except (SandboxEnded, SandboxLost) as error:
+            return self._commands.recording.after_end(sandbox_id, error, spec.key, spec)
 
-    async def attach(self, sandbox_id: str, key: str) -> RunningCommand:
-        return await self._commands.attach(self._live(sandbox_id), key)
+    async def attach(self, sandbox_id: str, key: str) -> RunningCommand | RecordedCommand:
+        try:
+            return await self._commands.attach(self._live(sandbox_id), key)
+        except (SandboxEnded, SandboxLost) as error:
+            return self._commands.recording.after_end(sandbox_id, error, key)
 
     async def attach_pid(self, sandbox_id: str, pid: int) -> RunningCommand:
         return await self._commands.attach_pid(self._live(sandbox_id), pid)
@@ -386,76 +431,7 @@ class Edge(KeptCalls):
     async def release(self, sandbox_id: str, key: str) -> None:
         await self._commands.release(self._live(sandbox_id), key)
 
-    # --- files ---
-
-    async def read_file(
-        self, sandbox_id: str, path: bytes, *, user: str | None = None, offset: int = 0, length: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        async with (
-            self._channel(sandbox_id, path) as (channel, default),
-            aclosing(files.read_file(channel, path, user=user or default, offset=offset, length=length)) as chunks,
-        ):
-            async for chunk in chunks:
-                self._notes.tally.read_bytes += len(chunk)
-                yield chunk
-
-    async def write_file(
-        self,
-        sandbox_id: str,
-        path: bytes,
-        data: AsyncIterable[bytes],
-        *,
-        user: str | None = None,
-        mode: int | None = None,
-        parents: bool = False,
-        append: bool = False,
-        exclusive: bool = False,
-    ) -> int:
-        async with self._channel(sandbox_id, path) as (channel, default):
-            written = await files.write_file(
-                channel,
-                path,
-                data,
-                user=user or default,
-                mode=mode,
-                parents=parents,
-                append=append,
-                exclusive=exclusive,
-            )
-        self._notes.file_written(sandbox_id, path, written)
-        return written
-
-    async def stat_file(
-        self, sandbox_id: str, path: bytes, *, user: str | None = None, follow: bool = False
-    ) -> FileInfo:
-        async with self._channel(sandbox_id, path) as (channel, default):
-            return await files.stat(channel, path, user=user or default, follow=follow)
-
-    async def list_files(
-        self, sandbox_id: str, path: bytes, *, user: str | None = None, depth: int = 1
-    ) -> list[FileInfo]:
-        async with self._channel(sandbox_id, path) as (channel, default):
-            return await files.list_dir(channel, path, user=user or default, depth=depth)
-
-    async def move_file(
-        self, sandbox_id: str, path: bytes, to: bytes, *, user: str | None = None, exclusive: bool = False
-    ) -> None:
-        async with self._channel(sandbox_id, path, to) as (channel, default):
-            await files.move(channel, path, to, user=user or default, exclusive=exclusive)
-        self._notes.file_moved(sandbox_id, path, to)
-
-    async def make_directory(
-        self, sandbox_id: str, path: bytes, *, user: str | None = None, mode: int | None = None, parents: bool = False
-    ) -> None:
-        async with self._channel(sandbox_id, path) as (channel, default):
-            await files.mkdir(channel, path, user=user or default, mode=mode, parents=parents)
-
-    async def remove_file(
-        self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
-    ) -> None:
-        async with self._channel(sandbox_id, path) as (channel, default):
-            await files.remove(channel, path, user=user or default, recursive=recursive)
-        self._notes.file_removed(sandbox_id, path, recursive)
+    # --- files, besides those of `FileCalls` ---
 
     async def watch(
         self, sandbox_id: str, path: bytes, *, user: str | None = None, recursive: bool = False
@@ -488,3 +464,6 @@ class Edge(KeptCalls):
             raise await self._commands.explain(sandbox, error) from error
         finally:
             self._lives.unuse(sandbox)
+
+    def _syncs(self, sandbox_id: str) -> bool:
+        return self._live(sandbox_id).record.spec.sync == "always"

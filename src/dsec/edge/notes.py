@@ -1,4 +1,4 @@
-"""What an edge writes down of what it does: into a sandbox's event log and into the node's counters, in one call each.
+"""What an edge writes down of what it does: into a sandbox's logs and into the node's counters, in one call each.
 
 Owns which facts go into which event. On the path of every command: about 2 us for its start and its end together.
 """
@@ -12,22 +12,36 @@ from dsec.edge.events import Events
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tally import Tally
 from dsec.edge.tasks import log
+from dsec.edge.trajectory import Trajectories
+from dsec.journal.records import Journal, Record
 from dsec.ports import Instance
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
+from dsec.spec.network import Network
 from dsec.spec.sandbox import ExecStatus
 
-KEEP_S = 86400.0
-"""Events of ended sandboxes are kept as long as their records."""
 _LIMITS = frozenset({Cause.COMMAND_TIMEOUT, Cause.OUTPUT_LIMIT, Cause.MEMORY_LIMIT, Cause.PIDS_LIMIT, Cause.DISK_LIMIT})
 
 
 class Notes:
-    """Events and counters of one node."""
+    """Events, trajectories and counters of one node."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, trajectories: Trajectories) -> None:
         self.events = events
+        self.trajectories = trajectories
+        events.on_event = trajectories.event
         self.tally = Tally()
+
+    async def begin(self, record: Record) -> None:
+        """It is about to be made. Raises `Unavailable` where that can't be written down."""
+        self.trajectories.create(record)
+        if record.spec.sync == "always":
+            await self.trajectories.store.synced()
+
+    async def prune(self, before: float, journal: Journal) -> None:
+        """Forget what happened to sandboxes before a time, once they have no record any more."""
+        self.events.prune(before)
+        await self.trajectories.prune(before, lambda sandbox_id: journal.get(sandbox_id) is not None)
 
     def created(self, sandbox: Sandbox, instance: Instance, create_s: float, record_s: float) -> None:
         """It runs. An instance may have `phases_s`, the steps of its making."""
@@ -49,6 +63,7 @@ class Notes:
     def ending(self, sandbox: Sandbox) -> None:
         """Its end is decided, its removal is next."""
         record = sandbox.record
+        self.trajectories.end(record)
         data: dict[str, Any] = {"cause": record.cause, "infra": record.cause is not None and record.cause.infra}
         if record.message:
             data["message"] = record.message
@@ -94,6 +109,11 @@ class Notes:
             "stderr_bytes": status.stderr_bytes,
         }
         add(sandbox.id, EventType.COMMAND_ENDED, data)
+
+    def network_changed(self, sandbox_id: str, network: Network, summary: dict[str, Any]) -> None:
+        """It may reach this from now on."""
+        self.events.add(sandbox_id, EventType.NETWORK, summary)
+        self.trajectories.network(sandbox_id, network)
 
     def file_written(self, sandbox_id: str, path: bytes, size: int) -> None:
         """By a file call; what commands write is not seen."""

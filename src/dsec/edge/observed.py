@@ -5,7 +5,7 @@ Owns `Observed` and its values. `dsec.edge.observer` works them out for one node
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 from msgspec import Struct
@@ -47,6 +47,15 @@ class Observed(Protocol):
         ...
 
     def follow_events(self, sandbox_id: str, after: int = 0) -> AsyncIterator[SandboxEvent]:
+        """The same, and those to come, until the sandbox has ended. Close it (`aclose`) when done early."""
+        ...
+
+    def trajectory(self, sandbox_id: str, after: int = 0) -> Iterator[bytes]:
+        """A sandbox's trajectory above the number `after`: entries (`dsec.spec.trajectory`) as the lines that are
+        stored; also of an ended one, for as long as its record is kept. Raises `SandboxNotFound`, `Unavailable`."""
+        ...
+
+    def follow_trajectory(self, sandbox_id: str, after: int = 0) -> AsyncIterator[bytes]:
         """The same, and those to come, until the sandbox has ended. Close it (`aclose`) when done early."""
         ...
 

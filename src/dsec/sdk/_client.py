@@ -21,6 +21,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
+from dsec.spec.trajectory import RebuildRequest, Rebuilt
 
 Layers = list[str]
 Keys = list[dict[str, Any]]
@@ -172,6 +173,29 @@ class AsyncClient:
         """Let many paused sandboxes go on; as `pause_many`."""
         asked = chosen(sandboxes, run, labels)
         return await move_many(self._transport, "resume", asked, request_timeout_s)
+
+    async def rebuild(
+        self,
+        sandbox_id: str,
+        *,
+        upto: int | None = None,
+        stop: bool = False,
+        request_timeout_s: float | None = None,
+    ) -> Rebuilt:
+        """Make a sandbox again, under another id, from its trajectory: what its callers did is done again (entries up
+        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. Connect to
+        `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where the connection breaks
+        (`OutcomeUnknown`)."""
+        request = RebuildRequest(sandbox=sandbox_id, upto=upto, on_divergence="stop" if stop else "go_on")
+        return await self._transport.call(
+            "POST",
+            self._transport.url("/v1/sandboxes:rebuild"),
+            Rebuilt,
+            body=msgspec.json.encode(request),
+            headers=_JSON,
+            replay=False,
+            request_timeout_s=request_timeout_s,
+        )
 
     async def run_many(
         self,

@@ -13,7 +13,7 @@ from msgspec import Struct
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, from_body
 from dsec.ports import Usage
 from dsec.sdk._commands import AsyncCommands
-from dsec.sdk._events import follow_events
+from dsec.sdk._events import follow_events, follow_trajectory
 from dsec.sdk._files import AsyncFiles
 from dsec.sdk._lines import lines
 from dsec.sdk._network import AsyncNetworkAccess
@@ -24,6 +24,7 @@ from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
 
 if TYPE_CHECKING:
@@ -267,6 +268,13 @@ class AsyncSandbox:
         ended, over as many connections as it takes. Raises `SandboxNotFound`."""
         async for event in follow_events(self._transport, f"{self._path}/events", after, follow):
             yield event
+
+    async def trajectory(self, *, after: int = 0, follow: bool = False) -> AsyncIterator[Entry]:
+        """What was done to it and what came of it, from above the number `after` on, as a chain of hashes that
+        `dsec.spec.trajectory.check` checks. `follow`: also what is still to come, until it has ended, over as many
+        connections as it takes. Also of an ended one, while its record is kept. Raises `SandboxNotFound`."""
+        async for entry in follow_trajectory(self._transport, f"{self._path}/trajectory", after, follow):
+            yield entry
 
     async def get_host(self, port: int) -> str:
         """The host name at which the server serves a port inside; see `ports.get_host`."""

@@ -19,6 +19,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
+from dsec.spec.trajectory import Rebuilt
 
 
 class Run(Wrapper):
@@ -244,6 +245,15 @@ class Client(Wrapper):
         return call(
             self._async.resume_many(unwrap_each(sandboxes), run=run, labels=labels, request_timeout_s=request_timeout_s)
         )
+
+    def rebuild(
+        self, sandbox_id: str, *, upto: int | None = None, stop: bool = False, request_timeout_s: float | None = None
+    ) -> Rebuilt:
+        """Make a sandbox again, under another id, from its trajectory: what its callers did is done again (entries up
+        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. Connect to
+        `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where the connection breaks
+        (`OutcomeUnknown`)."""
+        return call(self._async.rebuild(sandbox_id, upto=upto, stop=stop, request_timeout_s=request_timeout_s))
 
     def run_many(
         self,

@@ -17,6 +17,7 @@ from dsec.sdk._sync_sessions import NetworkAccess, Sessions
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
 
 if TYPE_CHECKING:
@@ -223,6 +224,12 @@ class Sandbox(Wrapper):
         its commands and file calls, limits that were met, its end. `follow`: also what is still to happen, until it has
         ended, over as many connections as it takes. Raises `SandboxNotFound`."""
         return iterate(self._async.events(after=after, follow=follow))
+
+    def trajectory(self, *, after: int = 0, follow: bool = False) -> Iterator[Entry]:
+        """What was done to it and what came of it, from above the number `after` on, as a chain of hashes that
+        `dsec.spec.trajectory.check` checks. `follow`: also what is still to come, until it has ended, over as many
+        connections as it takes. Also of an ended one, while its record is kept. Raises `SandboxNotFound`."""
+        return iterate(self._async.trajectory(after=after, follow=follow))
 
     def get_host(self, port: int) -> str:
         """The host name at which the server serves a port inside; see `ports.get_host`."""

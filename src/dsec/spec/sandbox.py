@@ -97,6 +97,9 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that is
     there."""
     cpu_class: str | None = None
+    sync: Literal["batch", "always"] = "batch"
+    """When entries of its trajectory are on disk, for when the machine itself dies: within 50 ms, or `always` before
+    the answer."""
     network: Network | None = None
     """What it may reach, by named permission (docs/NETWORK.md); absent: nothing."""
     gpus: int | None = None

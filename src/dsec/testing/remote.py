@@ -35,7 +35,7 @@ from dsec.errors import (
     SandboxNotFound,
     Unsupported,
 )
-from dsec.ports import Handle, InstanceEnd, Operation, Usage
+from dsec.ports import Handle, InstanceEnd, Operation, Tap, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk, EndKind, ExecFlag, FileFlag, Kind, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
@@ -85,6 +85,9 @@ class RemoteCommand:
     @property
     def end(self) -> OpEnd | None:
         return self._follower.result() if _succeeded(self._follower) else None
+
+    def watch(self, tap: Tap) -> None:
+        raise Unsupported("what passes is the server's to record", remedy="Its trajectory has it.")
 
     async def started(self) -> int | None:
         with _guest_errors():
@@ -173,6 +176,9 @@ class RemoteFileCall:
         self._user = None if request.user is None else os.fsdecode(request.user)
         self._input: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         self._writing = asyncio.ensure_future(self._write()) if request.kind is Kind.WRITE else None
+
+    def watch(self, tap: Tap) -> None:
+        raise Unsupported("what passes is the server's to record", remedy="Its trajectory has it.")
 
     async def started(self) -> int | None:
         return None

@@ -1,0 +1,118 @@
+"""What a command wrote and was given, as it goes into its trajectory entry. Pure.
+
+Owns what is kept of it: little of it inline, more as blobs, beyond a bound only its size and digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from dsec.spec.trajectory import INLINE_BYTES
+
+
+class Stream:
+    """One stream of a command, or a file's content, as it passes by."""
+
+    __slots__ = ("_hash", "_keep", "holes", "kept", "size")
+
+    def __init__(self, keep: int) -> None:
+        """`keep`: bytes from its begin that are kept."""
+        self._keep = keep
+        self._hash: Any = None
+        self.kept = bytearray()
+        self.size = 0
+        self.holes = False
+        """Part of it passed where nobody looked."""
+
+    def feed(self, data: bytes | memoryview, offset: int | None = None) -> None:
+        """What comes next. `offset`: where it says that it begins."""
+        if offset is not None and offset != self.size:
+            self.holes = True
+            self.size = max(self.size, offset)
+        self.size += len(data)
+        if self._hash is not None:
+            self._hash.update(data)
+        elif self.size > INLINE_BYTES:
+            self._hash = hashlib.sha256(self.kept)
+            self._hash.update(data)
+        room = self._keep - len(self.kept)
+        if room > 0 and not self.holes:
+            self.kept += data if len(data) <= room else data[:room]
+
+    @property
+    def sha256(self) -> str:
+        """Of all that passed."""
+        return str((self._hash or hashlib.sha256(self.kept)).hexdigest())
+
+    def entry(self, inline: bool, put: Callable[[bytes], str | None]) -> dict[str, Any]:
+        """Its description. `put` keeps a blob and says its digest, or None where there is no room."""
+        found: dict[str, Any] = {"bytes": self.size}
+        if self.holes:
+            found["holes"] = True
+        elif inline:
+            found.update(as_text(bytes(self.kept)))
+        else:
+            found["sha256"] = self.sha256
+            blob = put(bytes(self.kept)) if self.kept else None
+            if blob is not None:
+                found["blob"] = blob
+                if len(self.kept) < self.size:
+                    found["kept"] = len(self.kept)
+        return found
+
+
+class Recorder:
+    """`ports.Tap` of one command."""
+
+    __slots__ = ("_ended", "streams", "taken")
+
+    def __init__(self, keep: int, ended: Callable[[], None]) -> None:
+        """`ended` is called at its end, before any reader sees it."""
+        self.streams = (Stream(keep), Stream(keep))
+        self.taken = Stream(keep)
+        self._ended = ended
+
+    def output(self, stderr: bool, offset: int, data: bytes) -> None:
+        self.streams[stderr].feed(data, offset)
+
+    def stdin(self, data: memoryview) -> None:
+        self.taken.feed(data)
+
+    def ended(self) -> None:
+        self._ended()
+
+    def entry(self, put: Callable[[bytes], str | None]) -> dict[str, Any]:
+        """stdout, stderr, stdin as far as there were any; the small ones inline."""
+        room = INLINE_BYTES
+        found: dict[str, Any] = {}
+        named = (("stdout", self.streams[0]), ("stderr", self.streams[1]))
+        for name, stream in sorted(named, key=lambda each: each[1].size):
+            if stream.size:
+                inline = stream.size <= room
+                room -= stream.size if inline else 0
+                found[name] = stream.entry(inline, put)
+        if self.taken.size:
+            found["stdin"] = self.taken.entry(self.taken.size <= INLINE_BYTES, put)
+        return found
+
+
+def as_text(data: bytes) -> dict[str, str]:
+    """Bytes in JSON: as text where they are text."""
+    try:
+        return {"text": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode("ascii")}
+
+
+def bytes_of(entry: dict[str, Any], blob: Callable[[str], bytes | None]) -> bytes | None:
+    """What is kept of a stream that `entry` describes; None where nothing is."""
+    if "text" in entry:
+        return str(entry["text"]).encode("utf-8")
+    if "base64" in entry:
+        return base64.b64decode(entry["base64"])
+    if "blob" in entry:
+        return blob(entry["blob"])
+    return None if entry.get("bytes") else b""

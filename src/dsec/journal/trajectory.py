@@ -1,0 +1,517 @@
+"""Trajectories on disk: `trajectory/` in the state directory, apart from the records, because they grow.
+
+```
+trajectory/boot                     which boot of the machine wrote last
+trajectory/sync.N                   lines of all sandboxes, `ID LINE`: what their own files may lack after a power loss
+trajectory/reserve                  space that is given up for results once the disk is full
+trajectory/XX/ID/log                one sandbox's entries, a JSON line each (`dsec.spec.trajectory`)
+trajectory/XX/ID/DIGEST             outputs and contents that are too long for an entry, by SHA-256
+```
+
+Invariants: an entry is in the page cache, by write(2), when `append` returns, so that it survives every process; it is
+on disk within `SYNC_S`, or when `synced` says so. That is so at one fdatasync for all sandboxes, because each line is
+written twice: to its sandbox's own file, which the kernel writes back when it likes, and to the sync file, which is
+synced. A sync file goes once all that it names has been synced by itself. A write that fails leaves nothing behind.
+After a power loss the sync files fill in what the others lack; a torn tail is cut off at the next use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dsec.errors import Internal, Unavailable
+from dsec.spec.trajectory import Broken, EntryType, check, parse, root_of, seal
+
+SYNC_S = 0.05
+SPARE_S = 0.02
+"""What a sync is begun earlier than that: it takes its time."""
+ROTATE_BYTES = 64 << 20
+RESERVE_BYTES = 8 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+SYNC_STEP = 64
+"""Files that are synced in one go of the thread."""
+
+log = logging.getLogger("dsec.edge")
+
+
+class Chain:
+    """Where one sandbox's log stands."""
+
+    __slots__ = ("hash", "last", "place", "seq", "size")
+
+    def __init__(self, place: str, root: str) -> None:
+        self.place = place
+        self.seq = 0
+        self.hash = root
+        self.size = 0
+        self.last = ""
+        """Type of the last entry."""
+
+
+class TrajectoryStore:
+    """For the event loop. Every call is short but `open`; `close` last."""
+
+    def __init__(self, root: Path, *, boot: str | None = None, sync_s: float = SYNC_S) -> None:
+        """Open or make it; what a power loss took is filled in. `boot`: names this boot of the machine (None: asks the
+        kernel). Raises `Unavailable` where the disk refuses."""
+        self._root = str(root)
+        self._sync_s = sync_s
+        self._chains: dict[str, Chain] = {}
+        self._made: set[str] = set()
+        """Directories of the first level that exist."""
+        self._waiters: list[asyncio.Future[None]] = []
+        self._dirty: set[str] = set()
+        """Files that were written since the last sync file was begun."""
+        self._blobs: list[str] = []
+        """Written since the last sync."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._retiring: asyncio.Task[None] | None = None
+        self._unsynced = False
+        self._closed = False
+        self.sync_failed = False
+        try:
+            root.mkdir(mode=0o700, exist_ok=True)
+            boot = boot or Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            former = self._recover(root, boot)
+            self._number = max((int(path.suffix[1:]) for path in root.glob("sync.*")), default=0) + 1
+            self._fd, self._size = self._begin(), 0
+            self._reserve()
+        except OSError as error:
+            raise _refused(error) from error
+        if former:
+            self._retiring = asyncio.get_running_loop().create_task(self._retire_former(former))
+
+    # --- writing ---
+
+    def chain(self, sandbox_id: str) -> Chain | None:
+        """Where a sandbox's log stands, read from disk where this edge hasn't yet; None: it has none."""
+        found = self._chains.get(sandbox_id)
+        if found is None:
+            place = self._place(sandbox_id)
+            if not Path(place, "log").exists():
+                return None
+            found = _load(place, sandbox_id)
+            if found.last != EntryType.END:
+                self._chains[sandbox_id] = found
+        return found
+
+    def begin(self, sandbox_id: str) -> None:
+        """Make room for a new sandbox's log. Raises `Unavailable`."""
+        place = self._place(sandbox_id)
+        shard = place[: -len(sandbox_id) - 1]
+        try:
+            if shard not in self._made:
+                Path(shard).mkdir(mode=0o700, exist_ok=True)
+                self._made.add(shard)
+            os.mkdir(place, 0o700)  # noqa: PTH102
+        except FileExistsError:  # the id was reserved by an idempotency key, and its making was tried before
+            self._chains[sandbox_id] = _load(place, sandbox_id)
+            return
+        except OSError as error:
+            raise _refused(error) from error
+        self._chains[sandbox_id] = Chain(place, root_of(sandbox_id))
+
+    def append(self, sandbox_id: str, time: float, kind: str, data: dict[str, Any], *, last_room: bool = False) -> int:
+        """Add an entry; its `seq`. `last_room`: for what has happened already, the reserve may be used for it. Raises
+        `Unavailable`, with nothing written, and `UnicodeEncodeError`."""
+        chain = self._chains.get(sandbox_id) or self.chain(sandbox_id)
+        if chain is None:
+            raise Unavailable(f"sandbox {sandbox_id} has no trajectory to write to")
+        line, digest = seal(chain.seq + 1, time, kind, data, chain.hash)
+        try:
+            self._write(sandbox_id, chain, line)
+        except OSError as error:
+            if not last_room or error.errno not in _FULL or not self._give_up_reserve():
+                raise _refused(error) from error
+            try:
+                self._write(sandbox_id, chain, line)
+            except OSError as again:
+                raise _refused(again) from again
+        chain.seq += 1
+        chain.hash = digest
+        chain.size += len(line)
+        chain.last = kind
+        self._soon()
+        return chain.seq
+
+    def check_room(self) -> None:
+        """Before something is done whose entry comes after it. Raises `Unavailable` where that may find no room."""
+        if not self._reserved and not self._reserve():
+            raise _refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def put_blob(self, sandbox_id: str, data: bytes) -> str:
+        """Keep bytes beside a log; their digest. Raises `Unavailable`."""
+        digest = hashlib.sha256(data).hexdigest()
+        path = f"{self._place(sandbox_id)}/{digest}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return digest
+        except OSError as error:
+            raise _refused(error) from error
+        try:
+            _write_all(fd, data, 0)
+        except OSError as error:
+            os.unlink(path)  # noqa: PTH108
+            raise _refused(error) from error
+        finally:
+            os.close(fd)
+        self._blobs.append(path)
+        return digest
+
+    def forget(self, sandbox_id: str) -> None:
+        """It has ended: keep nothing of it in memory."""
+        self._chains.pop(sandbox_id, None)
+
+    def _write(self, sandbox_id: str, chain: Chain, line: bytes) -> None:
+        path = f"{chain.place}/log"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, line, chain.size)
+            try:
+                self._size = _write_all(self._fd, b"%s %s" % (sandbox_id.encode(), line), self._size)
+            except OSError:
+                os.ftruncate(fd, chain.size)
+                raise
+        finally:
+            os.close(fd)
+        self._dirty.add(path)
+
+    # --- reading ---
+
+    def lines(self, sandbox_id: str, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Lines with where they end, from `offset` (a line's begin) on, without a torn tail. Raises `Unavailable`."""
+        chain = self.chain(sandbox_id)
+        if chain is None:
+            return
+        at = offset
+        try:
+            log_file = open(f"{chain.place}/log", "rb")  # noqa: SIM115
+        except OSError as error:
+            raise Unavailable(f"the trajectory log can't be read: {error.strerror}", log="trajectory") from error
+        with log_file as file:
+            file.seek(offset)
+            for line in file:
+                at += len(line)
+                if at > chain.size:
+                    return
+                yield at, line
+
+    def blob(self, sandbox_id: str, digest: str) -> bytes | None:
+        """Bytes that were kept; None where they aren't, or aren't what they were."""
+        try:
+            data = Path(self._place(sandbox_id), digest).read_bytes()
+        except OSError:
+            return None
+        return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    # --- syncing ---
+
+    def synced(self) -> asyncio.Future[None]:
+        """Resolves when all that was written so far is on disk; fails with `Unavailable`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        self._start_sync()
+        return future
+
+    def _soon(self) -> None:
+        self._unsynced = True
+        if self._timer is None and self._syncing is None:
+            self._timer = asyncio.get_running_loop().call_later(self._sync_s - SPARE_S, self._start_sync)
+
+    def _start_sync(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._syncing is None:
+            self._syncing = asyncio.get_running_loop().create_task(self._sync())
+
+    async def _sync(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        blobs, self._blobs = self._blobs, []
+        self._unsynced = False
+        failure: Unavailable | None = None
+        try:
+            await asyncio.to_thread(_sync_files, self._fd, blobs)
+            self.sync_failed = False
+        except OSError as error:
+            failure = _refused(error)
+            if not self.sync_failed:
+                log.error("trajectories can't be synced: %s", error)
+            self.sync_failed = True
+            self._blobs += blobs
+        finally:
+            self._syncing = None
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if failure is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(failure)
+        if self._size >= ROTATE_BYTES and self._retiring is None and not self._closed and failure is None:
+            self._rotate()
+        if self._closed:
+            return
+        if self._waiters:
+            self._start_sync()
+        elif self._unsynced:
+            self._soon()
+
+    def _rotate(self) -> None:
+        """Begin another sync file, and be rid of the former once the sandboxes' own files are on disk."""
+        try:
+            self._number += 1
+            fd = self._begin()
+        except OSError as error:
+            log.warning("no new sync file for trajectories: %s", error)
+            self._number -= 1
+            return
+        old, self._fd, self._size = self._fd, fd, 0
+        dirty, self._dirty = list(self._dirty), set()
+        self._retiring = asyncio.get_running_loop().create_task(self._retire(old, self._number - 1, dirty))
+
+    async def _retire(self, fd: int, number: int, dirty: list[str]) -> None:
+        try:
+            for at in range(0, len(dirty), SYNC_STEP):
+                await asyncio.to_thread(_sync_paths, dirty[at : at + SYNC_STEP])
+            await asyncio.to_thread(_remove_file, f"{self._root}/sync.{number}")
+        except OSError as error:
+            log.warning("trajectories can't be synced, sync.%d stays: %s", number, error)
+        finally:
+            os.close(fd)
+            self._retiring = None
+
+    async def _retire_former(self, files: list[Path]) -> None:
+        try:
+            for path in files:
+                await asyncio.to_thread(self._sync_named, path)
+                await asyncio.to_thread(_remove_file, str(path))
+        except OSError as error:
+            log.warning("trajectories can't be synced, earlier sync files stay: %s", error)
+        finally:
+            self._retiring = None
+
+    def _sync_named(self, path: Path) -> None:
+        _sync_paths([f"{self._place(name)}/log" for name in {name for name, _ in _journal_lines(path)}])
+
+    def _begin(self) -> int:
+        return os.open(f"{self._root}/sync.{self._number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    # --- the reserve ---
+
+    def _reserve(self) -> bool:
+        self._reserved = False
+        try:
+            fd = os.open(f"{self._root}/reserve", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            os.posix_fallocate(fd, 0, RESERVE_BYTES)
+            self._reserved = True
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+        return self._reserved
+
+    def _give_up_reserve(self) -> bool:
+        """Whether there was one."""
+        had, self._reserved = self._reserved, False
+        if had:
+            log.error("the disk of the state directory is full: results are written into the reserve")
+            with contextlib.suppress(OSError):
+                os.truncate(f"{self._root}/reserve", 0)
+        return had
+
+    # --- upkeep ---
+
+    async def prune(self, before: float, keep: Callable[[str], bool], most: int = 2000) -> int:
+        """Drop the logs that were last written before a time (seconds since the epoch) unless `keep` wants them; how
+        many went."""
+        old = await asyncio.to_thread(_older, self._root, before)
+        gone = [path for path in old if not keep(path.name)][:most]
+        for path in gone:
+            self._chains.pop(path.name, None)
+        for at in range(0, len(gone), SYNC_STEP):
+            await asyncio.to_thread(_remove, gone[at : at + SYNC_STEP])
+        return len(gone)
+
+    async def close(self) -> None:
+        """Sync what there is. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (self._syncing, self._retiring):
+            if task is not None:
+                await task
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(_sync_files, self._fd, self._blobs)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        os.close(self._fd)
+
+    def _place(self, sandbox_id: str) -> str:
+        if not (sandbox_id.isascii() and sandbox_id.isalnum() and len(sandbox_id) <= 64):
+            raise ValueError(f"no id of a sandbox: {sandbox_id[:64]!r}")
+        return f"{self._root}/{sandbox_id[-2:]}/{sandbox_id}"
+
+    # --- recovery ---
+
+    def _recover(self, root: Path, boot: str) -> list[Path]:
+        """Returns the sync files of earlier servers that may still be needed."""
+        marker = root / "boot"
+        before = marker.read_text(encoding="ascii").strip() if marker.exists() else boot
+        files = sorted(root.glob("sync.*"), key=lambda path: int(path.suffix[1:]))
+        if before != boot:
+            found = sum(self._fill_in(path) for path in files)
+            log.warning("the machine went down: %d entries of trajectories were put back", found)
+            _sync_paths([f"{chain.place}/log" for chain in self._chains.values()])
+        if before != boot or not marker.exists():
+            draft = root / "boot.new"
+            draft.write_text(boot, encoding="ascii")
+            _sync_paths([str(draft)])
+            draft.replace(marker)
+            _sync_paths([str(root)])
+        if before == boot:
+            return files
+        for path in files:
+            path.unlink()
+        return []
+
+    def _fill_in(self, path: Path) -> int:
+        found = 0
+        for name, line in _journal_lines(path):
+            try:
+                place = self._place(name)
+                entry = parse(line)
+            except ValueError:
+                return found  # torn here: nothing after it was promised
+            chain = self._chains.get(name)
+            if chain is None:
+                Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+                chain = self._chains[name] = _load(place, name, after_loss=True)
+            if entry.seq != chain.seq + 1:
+                continue
+            try:
+                check(entry, chain.seq + 1, chain.hash)
+            except Broken:
+                return found
+            fd = os.open(f"{place}/log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                chain.size = _write_all(fd, line, chain.size)
+            finally:
+                os.close(fd)
+            chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
+            found += 1
+        return found
+
+
+def _load(place: str, sandbox_id: str, *, after_loss: bool = False) -> Chain:
+    """Walk a log. What a process that was killed had written of a line is cut off, after a power loss all from the
+    first hole on. Raises `Internal` for anything else that doesn't hold: somebody changed it."""
+    chain = Chain(place, root_of(sandbox_id))
+    path = Path(place, "log")
+    if not path.exists():
+        return chain
+    with path.open("r+b") as file:
+        for line in file:
+            torn = not line.endswith(b"\n")
+            try:
+                if torn:
+                    raise Broken(chain.seq + 1, "it isn't whole")
+                entry = parse(line)
+                check(entry, chain.seq + 1, chain.hash)
+            except Broken as error:
+                if not torn and not after_loss:
+                    raise Internal(
+                        f"the trajectory of sandbox {sandbox_id} was changed or damaged: {error}",
+                        remedy="`dsec trajectory verify` shows where; the sandbox takes no more operations.",
+                    ) from error
+                os.ftruncate(file.fileno(), chain.size)
+                break
+            chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
+            chain.size += len(line)
+    return chain
+
+
+def _journal_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
+        for line in file:
+            name, space, rest = line.partition(b" ")
+            if not space or not rest.endswith(b"\n") or not name.isalnum():
+                return
+            yield name.decode("ascii", "replace"), rest
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> int:
+    """Write at an offset; the new end. A disk that takes a part only gets it back."""
+    try:
+        done = os.pwrite(fd, data, offset)
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, offset)
+        raise
+    return offset + len(data)
+
+
+def _sync_files(fd: int, paths: list[str]) -> None:
+    _sync_paths(paths)
+    os.fdatasync(fd)
+
+
+def _sync_paths(paths: list[str]) -> None:
+    """Those that are gone, are gone."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _older(root: str, before: float) -> list[Path]:
+    found = []
+    for shard in os.scandir(root):
+        if not shard.is_dir():
+            continue
+        for place in os.scandir(shard.path):
+            with contextlib.suppress(OSError):
+                if max(os.stat(f"{place.path}/log").st_mtime, place.stat().st_mtime) < before:  # noqa: PTH116
+                    found.append(Path(place.path))
+    return found
+
+
+def _remove_file(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _refused(error: OSError) -> Unavailable:
+    return Unavailable(
+        f"the trajectory log can't be written: {error.strerror or error}",
+        remedy="Look at the free space and health of the state directory's disk.",
+        log="trajectory",
+    )
