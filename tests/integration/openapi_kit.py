@@ -64,6 +64,11 @@ include-path = "/v1/sandboxes/{sandbox_id}/events"
 "query.follow" = "false"
 
 [[operations]]
+include-path = "/v1/sandboxes/{sandbox_id}/trajectory"
+[operations.parameters]
+"query.follow" = "false"
+
+[[operations]]
 include-path = "/v1/sandboxes/{sandbox_id}/files/watch"
 [operations.parameters]
 "query.path" = "/etc/passwd"

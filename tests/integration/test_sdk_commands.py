@@ -13,7 +13,6 @@ from dsec import AsyncSandbox, Cause, CommandFailed, CommandResult, Output
 from dsec.errors import (
     Conflict,
     InvalidRequest,
-    NotFound,
     RequestTimeout,
     SandboxEnded,
     SandboxNotFound,
@@ -157,8 +156,9 @@ async def test_killing(box: AsyncSandbox) -> None:
 async def test_a_handle_as_a_context_ends_the_command(server: Served, box: AsyncSandbox) -> None:
     async with await box.commands.start(["sleep", "60"], key="k") as command:
         assert command.key == "k"
-    with pytest.raises(NotFound):
-        await server.edge.attach(box.id, "k")
+    assert not server.edge._lives.sandboxes[box.id].commands
+    again = await box.commands.attach("k")
+    assert (await again.wait()).cause is Cause.KILLED  # that is on record
 
 
 async def test_keys_survive_the_process_that_chose_them(server: Served, box: AsyncSandbox) -> None:
@@ -173,8 +173,9 @@ async def test_keys_survive_the_process_that_chose_them(server: Served, box: Asy
         with pytest.raises(Conflict):
             await same.commands.run("echo other", key="step 3/a")
         await command.release()
-        with pytest.raises(NotFound):
-            await same.commands.attach("step 3/a")
+        assert (await (await same.commands.attach("step 3/a")).wait()).stdout == first.stdout
+        await other.kill(box.id)
+        assert await same.commands.run("echo $$", key="step 3/a") == first  # after its sandbox's end, too
 
 
 async def test_attaching_to_a_running_command(server: Served, box: AsyncSandbox) -> None:

@@ -141,7 +141,7 @@ def test_what_does_not_count(was: bytes, now: bytes) -> None:
         (b"1 failed, 2 passed in 0.1s", b"3 passed in 0.1s"),
         (b"version 1.2.3", b"version 1.2.4"),
         (b"exit 1", b"exit 2"),
-        (b"/home/a/f", b"/home/a/g"),
+        (b"/srv/a/f", b"/srv/a/g"),
         (b"x = 0x1f", b"x = 0x2f"),
         (b"1234567", b"1234568"),
         (b"a\nb\n", b"a\n"),

@@ -23,12 +23,23 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dsec.errors import Internal, Unavailable
+from dsec.errors import Unavailable
+from dsec.journal.trajectory_files import (
+    Chain,
+    journal_lines,
+    load,
+    older,
+    refused,
+    remove,
+    remove_file,
+    sync_files,
+    sync_paths,
+    write_all,
+)
 from dsec.spec.trajectory import Broken, EntryType, check, parse, root_of, seal
 
 SYNC_S = 0.05
@@ -41,20 +52,6 @@ SYNC_STEP = 64
 """Files that are synced in one go of the thread."""
 
 log = logging.getLogger("dsec.edge")
-
-
-class Chain:
-    """Where one sandbox's log stands."""
-
-    __slots__ = ("hash", "last", "place", "seq", "size")
-
-    def __init__(self, place: str, root: str) -> None:
-        self.place = place
-        self.seq = 0
-        self.hash = root
-        self.size = 0
-        self.last = ""
-        """Type of the last entry."""
 
 
 class TrajectoryStore:
@@ -87,7 +84,7 @@ class TrajectoryStore:
             self._fd, self._size = self._begin(), 0
             self._reserve()
         except OSError as error:
-            raise _refused(error) from error
+            raise refused(error) from error
         if former:
             self._retiring = asyncio.get_running_loop().create_task(self._retire_former(former))
 
@@ -100,7 +97,7 @@ class TrajectoryStore:
             place = self._place(sandbox_id)
             if not Path(place, "log").exists():
                 return None
-            found = _load(place, sandbox_id)
+            found = load(place, sandbox_id)
             if found.last != EntryType.END:
                 self._chains[sandbox_id] = found
         return found
@@ -115,10 +112,10 @@ class TrajectoryStore:
                 self._made.add(shard)
             os.mkdir(place, 0o700)  # noqa: PTH102
         except FileExistsError:  # the id was reserved by an idempotency key, and its making was tried before
-            self._chains[sandbox_id] = _load(place, sandbox_id)
+            self._chains[sandbox_id] = load(place, sandbox_id)
             return
         except OSError as error:
-            raise _refused(error) from error
+            raise refused(error) from error
         self._chains[sandbox_id] = Chain(place, root_of(sandbox_id))
 
     def append(self, sandbox_id: str, time: float, kind: str, data: dict[str, Any], *, last_room: bool = False) -> int:
@@ -132,11 +129,11 @@ class TrajectoryStore:
             self._write(sandbox_id, chain, line)
         except OSError as error:
             if not last_room or error.errno not in _FULL or not self._give_up_reserve():
-                raise _refused(error) from error
+                raise refused(error) from error
             try:
                 self._write(sandbox_id, chain, line)
             except OSError as again:
-                raise _refused(again) from again
+                raise refused(again) from again
         chain.seq += 1
         chain.hash = digest
         chain.size += len(line)
@@ -147,7 +144,7 @@ class TrajectoryStore:
     def check_room(self) -> None:
         """Before something is done whose entry comes after it. Raises `Unavailable` where that may find no room."""
         if not self._reserved and not self._reserve():
-            raise _refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            raise refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def put_blob(self, sandbox_id: str, data: bytes) -> str:
         """Keep bytes beside a log; their digest. Raises `Unavailable`."""
@@ -158,12 +155,12 @@ class TrajectoryStore:
         except FileExistsError:
             return digest
         except OSError as error:
-            raise _refused(error) from error
+            raise refused(error) from error
         try:
-            _write_all(fd, data, 0)
+            write_all(fd, data, 0)
         except OSError as error:
             os.unlink(path)  # noqa: PTH108
-            raise _refused(error) from error
+            raise refused(error) from error
         finally:
             os.close(fd)
         self._blobs.append(path)
@@ -177,9 +174,9 @@ class TrajectoryStore:
         path = f"{chain.place}/log"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, line, chain.size)
+            write_all(fd, line, chain.size)
             try:
-                self._size = _write_all(self._fd, b"%s %s" % (sandbox_id.encode(), line), self._size)
+                self._size = write_all(self._fd, b"%s %s" % (sandbox_id.encode(), line), self._size)
             except OSError:
                 os.ftruncate(fd, chain.size)
                 raise
@@ -242,10 +239,10 @@ class TrajectoryStore:
         self._unsynced = False
         failure: Unavailable | None = None
         try:
-            await asyncio.to_thread(_sync_files, self._fd, blobs)
+            await asyncio.to_thread(sync_files, self._fd, blobs)
             self.sync_failed = False
         except OSError as error:
-            failure = _refused(error)
+            failure = refused(error)
             if not self.sync_failed:
                 log.error("trajectories can't be synced: %s", error)
             self.sync_failed = True
@@ -284,8 +281,8 @@ class TrajectoryStore:
     async def _retire(self, fd: int, number: int, dirty: list[str]) -> None:
         try:
             for at in range(0, len(dirty), SYNC_STEP):
-                await asyncio.to_thread(_sync_paths, dirty[at : at + SYNC_STEP])
-            await asyncio.to_thread(_remove_file, f"{self._root}/sync.{number}")
+                await asyncio.to_thread(sync_paths, dirty[at : at + SYNC_STEP])
+            await asyncio.to_thread(remove_file, f"{self._root}/sync.{number}")
         except OSError as error:
             log.warning("trajectories can't be synced, sync.%d stays: %s", number, error)
         finally:
@@ -296,14 +293,14 @@ class TrajectoryStore:
         try:
             for path in files:
                 await asyncio.to_thread(self._sync_named, path)
-                await asyncio.to_thread(_remove_file, str(path))
+                await asyncio.to_thread(remove_file, str(path))
         except OSError as error:
             log.warning("trajectories can't be synced, earlier sync files stay: %s", error)
         finally:
             self._retiring = None
 
     def _sync_named(self, path: Path) -> None:
-        _sync_paths([f"{self._place(name)}/log" for name in {name for name, _ in _journal_lines(path)}])
+        sync_paths([f"{self._place(name)}/log" for name in {name for name, _ in journal_lines(path)}])
 
     def _begin(self) -> int:
         return os.open(f"{self._root}/sync.{self._number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -340,12 +337,12 @@ class TrajectoryStore:
     async def prune(self, before: float, keep: Callable[[str], bool], most: int = 2000) -> int:
         """Drop the logs that were last written before a time (seconds since the epoch) unless `keep` wants them; how
         many went."""
-        old = await asyncio.to_thread(_older, self._root, before)
+        old = await asyncio.to_thread(older, self._root, before)
         gone = [path for path in old if not keep(path.name)][:most]
         for path in gone:
             self._chains.pop(path.name, None)
         for at in range(0, len(gone), SYNC_STEP):
-            await asyncio.to_thread(_remove, gone[at : at + SYNC_STEP])
+            await asyncio.to_thread(remove, gone[at : at + SYNC_STEP])
         return len(gone)
 
     async def close(self) -> None:
@@ -359,7 +356,7 @@ class TrajectoryStore:
             if task is not None:
                 await task
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(_sync_files, self._fd, self._blobs)
+            await asyncio.to_thread(sync_files, self._fd, self._blobs)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -380,13 +377,13 @@ class TrajectoryStore:
         if before != boot:
             found = sum(self._fill_in(path) for path in files)
             log.warning("the machine went down: %d entries of trajectories were put back", found)
-            _sync_paths([f"{chain.place}/log" for chain in self._chains.values()])
+            sync_paths([f"{chain.place}/log" for chain in self._chains.values()])
         if before != boot or not marker.exists():
             draft = root / "boot.new"
             draft.write_text(boot, encoding="ascii")
-            _sync_paths([str(draft)])
+            sync_paths([str(draft)])
             draft.replace(marker)
-            _sync_paths([str(root)])
+            sync_paths([str(root)])
         if before == boot:
             return files
         for path in files:
@@ -395,7 +392,7 @@ class TrajectoryStore:
 
     def _fill_in(self, path: Path) -> int:
         found = 0
-        for name, line in _journal_lines(path):
+        for name, line in journal_lines(path):
             try:
                 place = self._place(name)
                 entry = parse(line)
@@ -404,7 +401,7 @@ class TrajectoryStore:
             chain = self._chains.get(name)
             if chain is None:
                 Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
-                chain = self._chains[name] = _load(place, name, after_loss=True)
+                chain = self._chains[name] = load(place, name, after_loss=True)
             if entry.seq != chain.seq + 1:
                 continue
             try:
@@ -413,105 +410,9 @@ class TrajectoryStore:
                 return found
             fd = os.open(f"{place}/log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                chain.size = _write_all(fd, line, chain.size)
+                chain.size = write_all(fd, line, chain.size)
             finally:
                 os.close(fd)
             chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
             found += 1
         return found
-
-
-def _load(place: str, sandbox_id: str, *, after_loss: bool = False) -> Chain:
-    """Walk a log. What a process that was killed had written of a line is cut off, after a power loss all from the
-    first hole on. Raises `Internal` for anything else that doesn't hold: somebody changed it."""
-    chain = Chain(place, root_of(sandbox_id))
-    path = Path(place, "log")
-    if not path.exists():
-        return chain
-    with path.open("r+b") as file:
-        for line in file:
-            torn = not line.endswith(b"\n")
-            try:
-                if torn:
-                    raise Broken(chain.seq + 1, "it isn't whole")
-                entry = parse(line)
-                check(entry, chain.seq + 1, chain.hash)
-            except Broken as error:
-                if not torn and not after_loss:
-                    raise Internal(
-                        f"the trajectory of sandbox {sandbox_id} was changed or damaged: {error}",
-                        remedy="`dsec trajectory verify` shows where; the sandbox takes no more operations.",
-                    ) from error
-                os.ftruncate(file.fileno(), chain.size)
-                break
-            chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
-            chain.size += len(line)
-    return chain
-
-
-def _journal_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as file:
-        for line in file:
-            name, space, rest = line.partition(b" ")
-            if not space or not rest.endswith(b"\n") or not name.isalnum():
-                return
-            yield name.decode("ascii", "replace"), rest
-
-
-def _write_all(fd: int, data: bytes, offset: int) -> int:
-    """Write at an offset; the new end. A disk that takes a part only gets it back."""
-    try:
-        done = os.pwrite(fd, data, offset)
-        while done < len(data):
-            done += os.pwrite(fd, data[done:], offset + done)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, offset)
-        raise
-    return offset + len(data)
-
-
-def _sync_files(fd: int, paths: list[str]) -> None:
-    _sync_paths(paths)
-    os.fdatasync(fd)
-
-
-def _sync_paths(paths: list[str]) -> None:
-    """Those that are gone, are gone."""
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-
-def _older(root: str, before: float) -> list[Path]:
-    found = []
-    for shard in os.scandir(root):
-        if not shard.is_dir():
-            continue
-        for place in os.scandir(shard.path):
-            with contextlib.suppress(OSError):
-                if max(os.stat(f"{place.path}/log").st_mtime, place.stat().st_mtime) < before:  # noqa: PTH116
-                    found.append(Path(place.path))
-    return found
-
-
-def _remove_file(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # noqa: PTH108
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _refused(error: OSError) -> Unavailable:
-    return Unavailable(
-        f"the trajectory log can't be written: {error.strerror or error}",
-        remedy="Look at the free space and health of the state directory's disk.",
-        log="trajectory",
-    )
