@@ -155,9 +155,8 @@ class Lives:
     async def _make(self, sandbox: Sandbox) -> tuple[Instance, float]:
         """Also: how long it took to put it on record."""
         record, backend = sandbox.record, sandbox.backend
-        sandbox.record = record = replace(
-            record, handle=backend.reserve(record.id, record.spec, self._tenant(record.project))
-        )
+        handle = backend.reserve(record.id, record.spec, self._tenant(record.project))
+        sandbox.record = record = replace(record, handle=handle)
         began = self._clock.monotonic()
         await self.notes.begin(record)
         await self._journal.put(record)
