@@ -1,5 +1,6 @@
 /* The streams of operations: pipes to rings and back, within the window and the cap. */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -10,6 +11,7 @@
 #define TURN_BYTES 65536            /* read from one pipe before the next one has its turn */
 #define TURNS 32                    /* ... and so many of them before the loop looks at everything else */
 
+#define INPUT_PIPE DSEC_WINDOW      /* for stdin that comes faster than it is read: fewer turns for everybody on its way */
 #define TERMINAL_BYTES 65536        /* more than a terminal can hold of what its leader wrote */
 
 static uint8_t scratch[16384]; /* for what is read to be dropped */
@@ -210,7 +212,10 @@ static void input_write(struct op *op) {
             }
             ring_forget(&op->input_ring, op->input_ring.base + (uint64_t)put);
         } else if (put < 0 && errno == EAGAIN) {
-            if (!op->input_watched) watch(op->input, &op->input_source, EPOLLOUT);
+            if (!op->input_watched) {
+                if (!op->pty_size) fcntl(op->input, F_SETPIPE_SZ, INPUT_PIPE); /* much is to come; it may be refused */
+                watch(op->input, &op->input_source, EPOLLOUT);
+            }
             op->input_watched = true;
             break;
         } else {

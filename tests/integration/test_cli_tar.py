@@ -44,7 +44,7 @@ def tree(root: Path) -> None:
 
 def packed(root: Path, skip: Callable[[bytes, os.stat_result], bool] = lambda _, __: False) -> bytes:
     notes: list[str] = []
-    data = b"".join(pack(walk(os.fsencode(root), b"top", notes.append, skip), notes.append))
+    data = b"".join(map(bytes, pack(walk(os.fsencode(root), b"top", notes.append, skip), notes.append)))
     assert notes == []
     return data
 
@@ -209,13 +209,13 @@ def test_any_bytes_at_all(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_packed(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "f").write_bytes(b"x" * 3_000_000)
+    (tmp_path / "in" / "f").write_bytes(b"x" * 9_000_000)
     notes: list[str] = []
     pieces = pack(walk(os.fsencode(tmp_path / "in"), b"t", notes.append, lambda _, __: False), notes.append)
-    first = next(pieces)
+    first = bytes(next(pieces))
     (tmp_path / "in" / "f").write_bytes(b"")
-    assert unpack(tmp_path / "out", first + b"".join(pieces)) == []
-    assert (tmp_path / "out" / "t" / "f").stat().st_size == 3_000_000
+    assert unpack(tmp_path / "out", first + b"".join(map(bytes, pieces))) == []
+    assert (tmp_path / "out" / "t" / "f").stat().st_size == 9_000_000
     assert "shorter" in notes[0]
 
 

@@ -312,8 +312,8 @@ def test_more_stdin_than_the_window(guest: Guest) -> None:
     while op.pid is None:
         guest.step()
     part = bytes(frames.MAX_DATA)
-    with contextlib.suppress(BrokenPipeError):  # the pipe takes one; the guest may have hung up before the last comes
-        for i in range(frames.WINDOW // frames.MAX_DATA + 2):
+    with contextlib.suppress(BrokenPipeError):  # the pipe takes a window; the guest may hang up before the last comes
+        for i in range(2 * frames.WINDOW // frames.MAX_DATA + 2):
             guest.send(FrameType.STDIN, op.id, struct.pack("<Q", i * len(part)) + part)
     while guest.step() is not None:
         pass

@@ -75,6 +75,7 @@ async def test_a_slow_reader_of_an_unkeyed_command_stops_it(bench: Bench) -> Non
     async with aclosing(operation.read()) as reader:
         await anext(reader)
         inside = bench.guest.operations[operation.op]
+        await until(lambda: inside.streams[0].end > WINDOW)  # what the reader has taken made room for as much
         await until(lambda: sum(len(stream.held) for stream in inside.streams) > WINDOW - (1 << 16))
         produced = inside.streams[0].end
         for _ in range(50):

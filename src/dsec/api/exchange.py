@@ -39,8 +39,9 @@ DRAIN_S = 2.0
 along."""
 ABORT_EXTENSION = "dsec.abort"
 """ASGI extension: a function that aborts the connection."""
-WHOLE_EXTENSION = "dsec.whole"
-"""ASGI extension: a function that says whether the request's body has come whole, so that nobody has to wait for it."""
+READY_EXTENSION = "dsec.ready"
+"""ASGI extension: a function that says whether more of the request's body, or its end, has come, so that nobody has to
+wait for it."""
 CORK_EXTENSION = "dsec.cork"
 """ASGI extension: a function that lets the head of an answer wait for the first of its body."""
 
@@ -254,9 +255,9 @@ class Exchange:
                 yield data
 
     async def _next(self) -> Message:
-        whole = self.scope.get("extensions", {}).get(WHOLE_EXTENSION)
+        ready = self.scope.get("extensions", {}).get(READY_EXTENSION)
         try:
-            if whole is not None and whole():
+            if ready is not None and ready():
                 return await self._checked_message()
             async with asyncio.timeout(BODY_IDLE_S):
                 return await self._checked_message()

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from dsec.api.app import Api
-from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, WHOLE_EXTENSION
+from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, READY_EXTENSION
 from dsec.api.ports.raw import RAW, RawConnection
 from dsec.errors import ErrorBody, Unavailable
 
@@ -79,12 +79,12 @@ class Protocol(HttpToolsProtocol):
         self._extensions = {
             ABORT_EXTENSION: transport.abort,
             CORK_EXTENSION: corked.cork,
-            WHOLE_EXTENSION: self._body_is_whole,
+            READY_EXTENSION: self._body_is_ready,
         }
 
-    def _body_is_whole(self) -> bool:
+    def _body_is_ready(self) -> bool:
         """A request that waits in the pipeline makes this False for the one before it at worst."""
-        return self.cycle is not None and not self.cycle.more_body
+        return self.cycle is not None and (bool(self.cycle.body) or not self.cycle.more_body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -41,6 +41,8 @@ RETAIN_S = 120.0
 
 _BURST = 8
 """Frames taken before other channels get their turn: at most 512 KiB of output, spooled or not."""
+_LIKELY_LAST = 4 << 10
+"""After a packet below this there is rarely another: to look costs more than to be told again where there is."""
 _QUEUE_HIGH = 1 << 20
 _QUEUE_MAX = 16 << 20
 """Bytes queued for a guest that doesn't read but makes us answer: then it is broken."""
@@ -227,6 +229,8 @@ class SocketChannel:
                 packet = buffer[:size]
                 for frame in decode_all(packet) if self._decoder is None else self._decoder.feed(packet):
                     self._take(frame)
+                if size < _LIKELY_LAST:
+                    break
             self._settle()
         except ProtocolError as error:
             self._broken(str(error))

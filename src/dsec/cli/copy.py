@@ -99,6 +99,7 @@ def copy(sources: tuple[str, ...], destination: str, resume: bool, user: str | N
     async def work() -> None:
         async with AsyncClient() as client:
             sandbox = await client.connect(target.sandbox_id or places[0].sandbox_id or "")
+            progress.begin()
             if target.sandbox_id is not None:
                 await _all_in(sandbox, places, target, options, progress)
             else:
@@ -197,11 +198,12 @@ def _counting(entries: Iterator[Any], progress: Progress) -> Iterator[Any]:
             progress.file()
 
 
-async def _send(command: AsyncCommand, chunks: Iterator[bytes], progress: Progress) -> None:
+async def _send(command: AsyncCommand, chunks: Iterator[memoryview], progress: Progress) -> None:
     """The next piece is read while one is on its way."""
-    reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, b""))
+    nothing = memoryview(b"")
+    reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, nothing))
     while data := await reading:
-        reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, b""))
+        reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, nothing))
         await command.write_stdin(data)
         progress.add(len(data))
     await command.close_stdin()

@@ -25,6 +25,10 @@ class Progress:
         self._shown_at = self._began
         self._width = 0
 
+    def begin(self) -> None:
+        """Time counts from here: there is a connection."""
+        self._began = time.monotonic()
+
     @property
     def seconds(self) -> float:
         """Since it began."""

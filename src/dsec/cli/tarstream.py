@@ -15,6 +15,8 @@ from msgspec import Struct
 
 BLOCK = 512
 CHUNK = 1 << 20
+PIECE = 2 << 20
+"""Of an archive: what is read while the one before it is on its way."""
 MAX_NAME = 4096
 _HEADER = struct.Struct("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12x")
 _MAGIC = b"ustar  \0"
@@ -52,48 +54,59 @@ def walk(root: bytes, name: bytes, note: Note, skip: Callable[[bytes, os.stat_re
             stack.append((path + b"/" + each, here + b"/" + each))
 
 
-def pack(entries: Iterator[Entry], note: Note) -> Iterator[bytes]:
-    """The archive, in pieces of about a MiB."""
-    parts: list[bytes] = []
-    size = 0
+def pack(entries: Iterator[Entry], note: Note) -> Iterator[memoryview]:
+    """The archive, in pieces of at most PIECE bytes. A piece is good until the one after the next is asked for.
+
+    Files are read straight into the pieces, of which there are two: with many small files the calls, copies and page
+    faults for each are most of the work.
+    """
+    buffers = memoryview(bytearray(PIECE)), memoryview(bytearray(PIECE))
+    turn, at, room = 0, 0, buffers[0]
     for entry in entries:
-        for part in _packed(entry, note):
-            parts.append(part)
-            size += len(part)
-            if size >= CHUNK:
-                yield b"".join(parts)
-                parts, size = [], 0
-    parts.append(bytes(2 * BLOCK))
-    yield b"".join(parts)
+        descriptor, left, head = _opened(entry, note)
+        padding = -left % BLOCK
+        try:
+            while head or left or padding:
+                if at + len(head) + BLOCK > PIECE:
+                    yield room[:at]
+                    turn, at = 1 - turn, 0
+                    room = buffers[turn]
+                if head:
+                    room[at : at + len(head)] = head
+                    at, head = at + len(head), b""
+                if left:
+                    got = os.readv(descriptor, [room[at : at + left]])
+                    if not got:
+                        note(f"{shown(entry.path)}: it got shorter while it was read; the rest of it is zeros")
+                        os.close(descriptor)
+                        descriptor = -1
+                        descriptor = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
+                    at, left = at + got, left - got
+                elif padding:
+                    room[at : at + padding] = bytes(padding)
+                    at, padding = at + padding, 0
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+    yield room[:at]
+    yield memoryview(bytes(2 * BLOCK))
 
 
-def _packed(entry: Entry, note: Note) -> Iterator[bytes]:
+def _opened(entry: Entry, note: Note) -> tuple[int, int, bytes]:
+    """A file's descriptor (or -1), its bytes, and its head; which is empty where it can't be had."""
     status = entry.status
     mode, mtime = stat.S_IMODE(status.st_mode), max(0, int(status.st_mtime))
     if stat.S_ISDIR(status.st_mode):
-        yield header(entry.name + b"/", mode, 0, mtime, b"5")
-        return
+        return -1, 0, header(entry.name + b"/", mode, 0, mtime, b"5")
     try:
         if stat.S_ISLNK(status.st_mode):
-            yield header(entry.name, mode, 0, mtime, b"2", os.readlink(entry.path))
-            return
+            return -1, 0, header(entry.name, mode, 0, mtime, b"2", os.readlink(entry.path))
         descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         note(f"{shown(entry.path)}: {error.strerror}")
-        return
-    try:
-        left = size = os.fstat(descriptor).st_size
-        yield header(entry.name, mode, size, mtime, b"0")
-        while left:
-            data = os.read(descriptor, min(left, CHUNK))
-            if not data:
-                note(f"{shown(entry.path)}: it got shorter while it was read; the rest of it is zeros")
-                data = bytes(min(left, CHUNK))
-            left -= len(data)
-            yield data
-        yield bytes(-size % BLOCK)
-    finally:
-        os.close(descriptor)
+        return -1, 0, b""
+    size = os.fstat(descriptor).st_size
+    return descriptor, size, header(entry.name, mode, size, mtime, b"0")
 
 
 def header(name: bytes, mode: int, size: int, mtime: int, kind: bytes, link: bytes = b"") -> bytes:
@@ -103,11 +116,12 @@ def header(name: bytes, mode: int, size: int, mtime: int, kind: bytes, link: byt
         if len(text) > 100:
             before += header(b"././@LongLink", 0, len(text) + 1, 0, mark)
             before += text + bytes(1 + (-(len(text) + 1)) % BLOCK)
-    blank = _HEADER.pack(
+    fields = (
         name[:100], b"%07o\0" % mode, b"0000000\0", b"0000000\0", _number(size), _number(mtime), b"        ", kind,
         link[:100], _MAGIC, b"root", b"root", b"", b"", b"",
     )  # fmt: skip
-    return before + blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
+    check = b"%06o\0 " % sum(b"".join(fields))
+    return before + _HEADER.pack(*fields[:6], check, *fields[7:])
 
 
 def _number(value: int) -> bytes:

@@ -45,6 +45,10 @@ _JSON = {"Content-Type": "application/json"}
 _FRAMES = {"Content-Type": MEDIA_TYPE}
 _OCTETS = {"Content-Type": "application/octet-stream"}
 _STDIN_CHUNK = 256 << 10
+_STDIN_WRITE = 96 << 10
+"""What the connection doesn't take of one write at once is copied; so small, the copy's memory is not mapped afresh."""
+_STDIN_POST = 4 << 20
+"""Of stdin in one request: it is kept until the server has taken it."""
 _RELEASES_A_REQUEST = 64
 _PATIENCE_MS = 1000
 """How long the server may hold output of a command whose caller wants the result alone: then it comes in one piece."""
@@ -165,7 +169,7 @@ class AsyncCommand:
 
     # --- input and signals ------------------------------------------------------------------------------------------
 
-    async def write_stdin(self, data: bytes | str, *, request_timeout_s: float | None = None) -> None:
+    async def write_stdin(self, data: bytes | memoryview | str, *, request_timeout_s: float | None = None) -> None:
         """Send to its stdin; returns when the command, or the pipe to it, has taken it. Data is sent once even if the
         connection breaks. Data for a command that ended or closed its stdin is dropped."""
         if isinstance(data, str):
@@ -360,7 +364,7 @@ class AsyncCommand:
             calls.done += done
             raise
 
-    async def _send_stdin(self, data: bytes, *, eof: bool) -> None:
+    async def _send_stdin(self, data: bytes | memoryview, *, eof: bool) -> None:
         if self._stdin_turn is None:
             self._stdin_turn = asyncio.Lock()
         async with self._stdin_turn:
@@ -369,16 +373,28 @@ class AsyncCommand:
             at = self._stdin_at
             self._stdin_at = None  # until it is known again: this may be cancelled
             if at is None:
-                at = (await self._post_stdin(b"", None, False)).offset
-            parts = [data[i : i + _STDIN_CHUNK] for i in range(0, len(data), _STDIN_CHUNK)] or [b""]
-            for part in parts:
-                await self._post_stdin(part, at, eof and part is parts[-1])
+                at = (await self._post_stdin(memoryview(b""), None, False)).offset
+            view = memoryview(data)
+            for i in range(0, len(view) or 1, _STDIN_POST):
+                part = view[i : i + _STDIN_POST]
+                await self._post_stdin(part, at, eof and i + len(part) == len(view))
                 at += len(part)
             self._stdin_at = at
 
-    async def _post_stdin(self, data: bytes, offset: int | None, eof: bool) -> _Taken:
+    async def _post_stdin(self, data: memoryview, offset: int | None, eof: bool) -> _Taken:
         url = self._calls.url(self.key, "/stdin", offset=offset, eof=eof)
-        return await self._transport.call("POST", url, _Taken, body=data, headers=_OCTETS)
+        headers = _OCTETS
+        body: Body
+        if len(data) <= _STDIN_CHUNK:
+            body = bytes(data)
+        else:  # as the connection takes it: a copy of all of it costs more than sending it
+            headers = {**_OCTETS, "Content-Length": str(len(data))}
+
+            async def body() -> AsyncGenerator[memoryview]:
+                for i in range(0, len(data), _STDIN_WRITE):
+                    yield data[i : i + _STDIN_WRITE]
+
+        return await self._transport.call("POST", url, _Taken, body=body, headers=headers)
 
 
 def _framed(spec: bytes, stdin: bytes) -> Body:

@@ -143,7 +143,7 @@ class Command(Wrapper):
         """
         return call(self._async.wait(request_timeout_s=request_timeout_s))
 
-    def write_stdin(self, data: bytes | str, *, request_timeout_s: float | None = None) -> None:
+    def write_stdin(self, data: bytes | memoryview | str, *, request_timeout_s: float | None = None) -> None:
         """Send to its stdin; returns when the command, or the pipe to it, has taken it. Data is sent once even if the
         connection breaks. Data for a command that ended or closed its stdin is dropped."""
         return call(self._async.write_stdin(data, request_timeout_s=request_timeout_s))

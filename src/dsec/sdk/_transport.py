@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from yarl import URL
 
 T = TypeVar("T")
-Body = bytes | Callable[[], AsyncIterable[bytes]] | None
+Body = bytes | Callable[[], AsyncIterable[bytes | memoryview]] | None
 """Bytes, or a function that gives the chunks afresh for each attempt."""
 
 CONNECT_TIMEOUT_S = 10.0
@@ -295,11 +295,11 @@ class Transport:
 class _Source:
     """A streamed body; keeps what its chunks' maker raised, which aiohttp turns into a connection error."""
 
-    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
+    def __init__(self, chunks: AsyncIterable[bytes | memoryview]) -> None:
         self._chunks = chunks
         self.error: Exception | None = None
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes | memoryview]:
         try:
             async for chunk in self._chunks:
                 yield chunk

@@ -189,11 +189,15 @@ class Frame(Struct, frozen=True, gc=False):
 
 def encode(kind: FrameType, op: int = 0, payload: Buffer = b"", flags: int = 0) -> bytes:
     """A frame's bytes. Raises ValueError for a frame that the protocol doesn't allow: that is a bug of the caller's."""
+    return header(kind, op, len(payload), flags) + payload
+
+
+def header(kind: FrameType, op: int, size: int, flags: int = 0) -> bytes:
+    """A frame's first bytes, before a payload of `size`. Raises ValueError as `encode`."""
     least, most, allowed = _RULES[kind]
-    size = len(payload)
     if not least <= size <= most or flags & ~allowed:
         raise ValueError(f"no such frame: {kind.name}, {size} bytes, flags {flags}")
-    return _HEADER.pack(size, kind, flags, 0, op) + payload
+    return _HEADER.pack(size, kind, flags, 0, op)
 
 
 def _check_header(size: int, kind: int, flags: int, zero: int) -> FrameType:

@@ -29,6 +29,7 @@ from dsec.wire.frames import (
     FrameType,
     ProtocolError,
     encode,
+    header,
     split_request,
 )
 from dsec.wire.messages import EXIT_LAYOUT, EXIT_TRUNCATED, MAX_MESSAGE, MAX_NUMBER, OpState
@@ -246,7 +247,8 @@ class Session:
         if room is None or len(data) > room:
             raise RuntimeError("no room for stdin")
         state = self._ops[op]
-        frame = encode(FrameType.STDIN, op, _U64.pack(state.stdin_sent) + data, Flag.EOF if eof else 0)
+        head = header(FrameType.STDIN, op, _U64.size + len(data), Flag.EOF if eof else 0)
+        frame = b"".join((head, _U64.pack(state.stdin_sent), data))
         state.stdin_sent += len(data)
         state.stdin_done = eof
         return frame
