@@ -26,6 +26,7 @@ from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.grading import Grader, Verdict
 from dsec.spec.groups import Health, Service
 from dsec.spec.network import KeyPolicy, NetworkInfo, PermissionOptions
 from dsec.spec.sandbox import ExecSpec, FileEvent, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
@@ -51,6 +52,7 @@ __all__ = [
     "ExecSpec",
     "FileEvent",
     "FileInfo",
+    "Grader",
     "Group",
     "Health",
     "KeyPolicy",
@@ -73,6 +75,7 @@ __all__ = [
     "SessionLog",
     "SessionResult",
     "State",
+    "Verdict",
     "Watch",
     "errors",
 ]

@@ -43,6 +43,7 @@ from dsec.egress.node import Egress
 from dsec.egress.registry import read_network
 from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
+from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import zram
 from dsec.kernel.census import instance_of
@@ -350,13 +351,29 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
         layers.layers.clear_scratch()  # what builds that were killed left
         builds = BuildService(layers, edge, hosts[0].volume.written)
         await builds.clear()
+        verifier = Verifier(
+            edge,
+            written=hosts[0].volume.written,
+            still=edge.still,
+            lending=layers.environments.lending,
+            scratch=layers.layers.scratch,
+        )
+        await verifier.clear()
 
         def listed(project: str) -> list[EnvironmentInfo]:
             layers.environments.refresh()
             found = layers.environments.list(project)
             return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
-        api = Api(edge, environments=listed, version=installed_version(), e2b=e2b, layers=layers, builder=builds)
+        api = Api(
+            edge,
+            environments=listed,
+            version=installed_version(),
+            e2b=e2b,
+            layers=layers,
+            builder=builds,
+            verifier=verifier,
+        )
         server = ApiServer(api, host, port)
         await server.start()
         try:

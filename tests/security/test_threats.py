@@ -10,7 +10,9 @@ TEXT = (HERE.parents[1] / "docs" / "THREATS.md").read_text()
 
 
 ANYWHERE = {
-    path.name: path for part in ("unit", "integration", "security") for path in (HERE.parent / part).glob("test_*.py")
+    path.name: path
+    for part in ("unit", "integration", "e2e", "security")
+    for path in (HERE.parent / part).glob("test_*.py")
 }
 """Test files that the document may name."""
 

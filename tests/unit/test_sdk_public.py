@@ -27,6 +27,7 @@ PUBLIC = [
     "ExecSpec",
     "FileEvent",
     "FileInfo",
+    "Grader",
     "Group",
     "Health",
     "KeyPolicy",
@@ -49,6 +50,7 @@ PUBLIC = [
     "SessionLog",
     "SessionResult",
     "State",
+    "Verdict",
     "Watch",
     "errors",
 ]

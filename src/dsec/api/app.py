@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, builds, control, exec, files, openapi, seeing, sessions, streams, trajectory
+from dsec.api import batch, builds, control, exec, files, grading, openapi, seeing, sessions, streams, trajectory
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
@@ -26,6 +26,7 @@ from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
+from dsec.grading.verifier import Verifier
 from dsec.store.service import LayerService
 
 _SANDBOXES = "/v1/sandboxes/"
@@ -44,12 +45,14 @@ class Api:
         e2b: E2bConfig | None = None,
         layers: LayerService | None = None,
         builder: BuildService | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
         self._control: Litestar = control.build(edge, environments, version, domain)
         self._layers = Layers(layers) if layers is not None else None
         self._builds = builder
+        self._verifier = verifier
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -152,6 +155,10 @@ class Api:
         if rest == "exec":
             x.only("POST", "GET")
             await (exec.start if method == "POST" else exec.processes)(edge, sandbox_id, x)
+            return True
+        if rest == "verify" and self._verifier is not None:
+            x.only("POST")
+            await grading.verify(self._verifier, sandbox_id, x)
             return True
         if rest == "events":
             x.only("GET")

@@ -12,6 +12,7 @@ from dsec.cli import (
     complete,
     copy,
     forward,
+    grading,
     group,
     host,
     inside,
@@ -53,6 +54,7 @@ for _command in (
     *group.COMMANDS,
     *host.COMMANDS,
     *audit.COMMANDS,
+    *grading.COMMANDS,
     *complete.COMMANDS,
 ):
     cli.add_command(_command)

@@ -35,6 +35,7 @@ from dsec.edge.requests import scope_of
 from dsec.edge.runs import Runs
 from dsec.edge.sandbox import info_of
 from dsec.edge.settling import end_all, settle
+from dsec.edge.stillness import Stillness
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
 from dsec.edge.tasks import Tasks, log
@@ -110,6 +111,7 @@ class Edge(KeptCalls, FileCalls):
             self._lives.sandboxes, end=self._lives.end, pause=self._pauses.pause, resume=self._pauses.resume
         )
         self.used_layers = self._lives.used_layers
+        self.still = Stillness(self._live).hold
         self._naming = Naming(
             lives=self._lives,
             backends=self._backends,
@@ -447,8 +449,6 @@ class Edge(KeptCalls, FileCalls):
         sandbox = self._usable(sandbox_id)
         opening = streams.connect(sandbox.running().channel, port, user=sandbox.record.spec.user)
         return await hold_stream(self._lives, self._commands, sandbox, opening)
-
-    # --- inside ---
 
     @asynccontextmanager
     async def _channel(self, sandbox_id: str, *paths: bytes) -> AsyncIterator[tuple[GuestChannel, str]]:

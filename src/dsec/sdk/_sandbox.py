@@ -23,6 +23,7 @@ from dsec.sdk._streams import AsyncPorts
 from dsec.sdk._transport import Transport, default_transport
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.grading import Grader, Verdict, VerifySpec
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
@@ -251,6 +252,39 @@ class AsyncSandbox:
         """Its counters now: CPU, memory, processes, disk."""
         url = self._transport.url(f"{self._path}/usage")
         return await self._transport.call("GET", url, Usage, request_timeout_s=request_timeout_s)
+
+    async def verify(
+        self,
+        grader: Grader | Sequence[str],
+        *,
+        paths: Sequence[str],
+        repeats: int = 1,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Verdict:
+        """Judge what the agent has changed below `paths` so far: `grader` (a command's argv, with `fields` of `Grader`)
+        runs in a fresh sandbox of the same pristine layers, without network, with hidden files that this sandbox never
+        held. This one is frozen while its changes are read, and goes on. `repeats`: so many graders, each in a sandbox
+        of its own; where they differ the verdict is flaky. docs/GRADING.md says what can reach a grader.
+
+        Raises `InvalidRequest`, `TooLarge`, `SandboxEnded`, `NotFound` (a hidden layer), and what creating a sandbox
+        raises. Needs an API key.
+        """
+        try:
+            if not isinstance(grader, Grader):
+                grader = msgspec.convert({"argv": list(grader), **fields}, Grader, builtin_types=(bytes,))
+            elif fields:
+                grader = msgspec.structs.replace(grader, **fields)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InvalidRequest(str(error)) from None
+        return await self._transport.call(
+            "POST",
+            self._transport.url(f"{self._path}/verify"),
+            Verdict,
+            body=_encoded(VerifySpec(grader=grader, paths=list(paths), repeats=repeats)),
+            headers=_JSON,
+            request_timeout_s=request_timeout_s,
+        )
 
     async def tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
         """What its tripwires are, how often each was hit, and whether one has paused it. Needs an API key."""

@@ -16,6 +16,7 @@ from dsec.sdk._sync_inside import Commands, Files, Ports
 from dsec.sdk._sync_sessions import NetworkAccess, Sessions
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.grading import Grader, Verdict
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
@@ -210,6 +211,27 @@ class Sandbox(Wrapper):
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))
+
+    def verify(
+        self,
+        grader: Grader | Sequence[str],
+        *,
+        paths: Sequence[str],
+        repeats: int = 1,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Verdict:
+        """Judge what the agent has changed below `paths` so far: `grader` (a command's argv, with `fields` of `Grader`)
+        runs in a fresh sandbox of the same pristine layers, without network, with hidden files that this sandbox never
+        held. This one is frozen while its changes are read, and goes on. `repeats`: so many graders, each in a sandbox
+        of its own; where they differ the verdict is flaky. docs/GRADING.md says what can reach a grader.
+
+        Raises `InvalidRequest`, `TooLarge`, `SandboxEnded`, `NotFound` (a hidden layer), and what creating a sandbox
+        raises. Needs an API key.
+        """
+        return call(
+            self._async.verify(grader, paths=paths, repeats=repeats, request_timeout_s=request_timeout_s, **fields)
+        )
 
     def tripwires(self, *, request_timeout_s: float | None = None) -> TripwireState:
         """What its tripwires are, how often each was hit, and whether one has paused it. Needs an API key."""
