@@ -20,6 +20,8 @@ from server_kit import Server
 ECHO = 9000
 FLOOD = 9001
 TLS = 9443
+AUTHORITY = Authority(b"another", "one")
+"""Whom nobody trusts who isn't told to."""
 FLOOD_BYTES = 64 << 20
 
 PRELUDE = """
@@ -112,7 +114,7 @@ class Outside:
 
     def tls(self, connection: socket.socket) -> None:
         """HTTP over TLS, with a certificate that only its maker believes."""
-        context = Authority(b"another", "one").context("tls.example")
+        context = AUTHORITY.context("tls.example")
         try:
             with context.wrap_socket(connection, server_side=True) as wrapped:
                 self.http(wrapped)
@@ -167,6 +169,11 @@ hosts = ["metadata.example", "mapped.example"]
 ports = [80]
 private = true
 
+[permissions.tls]
+hosts = ["tls.example"]
+ports = [{tls}]
+private = true
+
 [limits]
 head_s = 1.0
 
@@ -175,6 +182,7 @@ head_s = 1.0
 "few.example" = ["{address}"]
 "little.example" = ["{address}"]
 "public.example" = ["{address}"]
+"tls.example" = ["{address}"]
 "metadata.example" = ["169.254.169.254"]
 "mapped.example" = ["::ffff:169.254.169.254"]
 """
@@ -203,7 +211,7 @@ def world(state: Path) -> Iterator[World]:
         undo.callback(outside.close)
         for port, answer in ((80, outside.http), (443, outside.echo), (ECHO, outside.echo), (FLOOD, outside.flood)):
             outside.serve(port, answer)
-        (state / "network.toml").write_text(FILE.format(address=outside.address, echo=ECHO, flood=FLOOD))
+        (state / "network.toml").write_text(FILE.format(address=outside.address, echo=ECHO, flood=FLOOD, tls=TLS))
         outside.serve(TLS, outside.tls)
         (state / "gateways.toml").write_text(GATEWAYS.format(address=outside.address, tls=TLS))
         (state / "secrets.toml").write_text(SECRETS.format(address=outside.address))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from egress_world import SECRET, World, events, inside, now, world
+from egress_world import SECRET, World, events, inside, now, reasons, world
 
 import dsec
 
@@ -36,6 +36,22 @@ def shake(sni, host="api.example", where="api.example"):
             return t.recv(12).decode()
     except OSError as error:
         return "failed"
+"""
+
+
+KEPT = """
+import http.client
+c = http.client.HTTPSConnection("api.example", timeout=9)
+for _ in range(2):
+    try:
+        c.request("GET", "/v1/x")
+        r = c.getresponse()
+        r.read()
+        c.auto_open = 0
+        print(r.status)
+    except (OSError, http.client.HTTPException) as error:
+        print("cut", error)
+    input()
 """
 
 
@@ -82,6 +98,7 @@ def test_tools_trust_it(there: World, box: dsec.Sandbox, command: str) -> None:
 
 
 def test_it_answers_for_the_granted_name_alone(there: World, box: dsec.Sandbox) -> None:
+    at = now(box)
     there.outside.received.clear()
     found = inside(
         box,
@@ -98,6 +115,7 @@ found = [shake("api.example"), shake("evil.example"), shake(None), shake("api.ex
     assert found[6] == "failed", "another name is not intercepted: the echo behind it speaks no TLS"
     assert "Reset" in found[7]
     assert b"evil" not in there.outside.received
+    assert reasons(box, at) == {"tls_name_mismatch", "not_tls", "port_not_granted"}
 
 
 def test_no_key_is_inside(there: World, box: dsec.Sandbox) -> None:
@@ -129,6 +147,12 @@ def test_it_comes_and_goes_with_the_policy_and_outlives_the_server(there: World)
         box.network.update(GRANT)
         assert "SSL_CERT_FILE" in box.commands.run("env").stdout
         assert inside(box, ask) == "ok"
+        kept = box.commands.start(["python3", "-uc", KEPT], stdin=True)
+        assert "200" in next(iter(kept)).data.decode()
+        box.network.update({"http:api.example/v1/*": True})
+        kept.write_stdin("\n\n")
+        assert "cut" in kept.wait().stdout
+        box.network.update(GRANT)
         there.server.kill()
         there.server.start()
         assert inside(box, ask) == "ok"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from egress_world import ECHO, EVIL, GET, World, events, inside, now, reasons, world
+from egress_world import AUTHORITY, ECHO, EVIL, GET, TLS, World, events, inside, now, reasons, world
 
 import dsec
 
@@ -49,6 +49,24 @@ found.append(s.recv(100).decode())
     assert {(each["name"], each["port"], each["permission"]) for each in made} == {
         ("good.example", 80, "good"), ("good.example", ECHO, "good")
     }  # fmt: skip
+
+
+TOOLS = (
+    f"git ls-remote https://tls.example:{TLS}/git",
+    f"python3 -m pip download --no-deps --retries 0 --index-url https://tls.example:{TLS}/pip tool",
+    f"""python3 -c 'import urllib.request as u; u.urlopen("https://tls.example:{TLS}/urllib")'""",
+)
+
+
+def test_tools_work_by_the_proxy_and_without(there: World) -> None:
+    trust = dict.fromkeys(("SSL_CERT_FILE", "GIT_SSL_CAINFO", "PIP_CERT"), "/tmp/ca.pem")
+    with there.client.create("debian", network={"tls": True}, env=trust) as box:
+        box.files.write("/tmp/ca.pem", AUTHORITY.certificate())
+        for proxy in ({}, {"https_proxy": "", "http_proxy": ""}):
+            there.outside.received.clear()
+            results = [box.commands.run(tool, env=proxy, merge_stderr=True) for tool in TOOLS]
+            for path in (b"/git/info/refs", b"/pip/tool/", b"/urllib"):
+                assert b"GET " + path in there.outside.received, results
 
 
 AROUND = [

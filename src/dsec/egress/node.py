@@ -139,7 +139,6 @@ class Egress:
             server = self._servers[id(gateway)] = web.Server(self._handle)
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
-        flight.connected = flight.quiet = True
 
         def protocol() -> _Conversation:
             return _Conversation(server, loop, box, gateway, closed, name=None if context is None else flight.name)
@@ -152,9 +151,9 @@ class Egress:
                 ssl_handshake_timeout=None if context is None else self.limits.head_s,
             )
         except ssl.SSLError as error:
-            flight.quiet = False
             named = error.reason == "CALLBACK_FAILED"
             raise Refused(Reason.TLS_NAME_MISMATCH if named else Reason.NOT_TLS, error.reason or "") from None
+        flight.connected = flight.quiet = True
         await closed
         flight.end(Reason.GRANTED)
 
