@@ -196,6 +196,9 @@ class Writer:
         return ", ".join(parts)
 
     def wrapped(self, kind: str, made: str) -> str:
+        if kind.startswith("Sequence[") and kind[9:-1] in CLASSES:
+            self.use(CLASSES[kind[9:-1]])
+            return f"[{CLASSES[kind[9:-1]]}(each) for each in {made}]"
         if kind not in CLASSES:
             return made
         self.use(CLASSES[kind])

@@ -337,6 +337,31 @@ class EnvironmentHost(Protocol):
         ...
 
 
+class Captured(Struct, frozen=True):
+    """The files that a sandbox had written at one moment."""
+
+    name: str
+    upper: Path
+    """An overlay's upper directory, nobody else's: it may be changed."""
+    id_base: int
+    """The host's number of the root inside."""
+
+
+@runtime_checkable
+class CaptureHost(Protocol):
+    """What a `Backend` may be besides: one whose sandboxes' files can be kept as they are at one moment, for others to
+    begin with, or to be made a layer."""
+
+    async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
+        """Keep them until `drop`; the sandbox stands still for milliseconds, a paused one isn't resumed. A `reserve`d
+        handle with `capture` set to its name makes a sandbox that begins with them. Raises `Unavailable`."""
+        ...
+
+    async def drop(self, name: str) -> None:
+        """Idempotent. What is still there when the backend opens is dropped."""
+        ...
+
+
 class BlobInfo(Struct, frozen=True):
     """An object of a store."""
 

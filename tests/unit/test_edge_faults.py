@@ -16,7 +16,7 @@ import pytest
 from edge_double import KINDS, NOT_NOW, Machine, abandon, count_journal_steps, open_edge
 from edge_kit import spec, until
 
-from dsec.edge.client import BatchItem
+from dsec.edge.kept import BatchItem
 from dsec.edge.node import Edge
 from dsec.errors import DsecError
 from dsec.ports import InstanceEnd

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from edge_kit import Kit, spec, until
 
-from dsec.edge.client import BatchItem, Created
+from dsec.edge.client import Created
 from dsec.edge.config import EdgeConfig
+from dsec.edge.kept import BatchItem
 from dsec.edge.node import Edge
 from dsec.errors import Conflict, CreateFailed, InvalidRequest, SandboxNotFound
 from dsec.spec.sandbox import SandboxSpec, State

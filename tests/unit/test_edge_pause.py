@@ -13,6 +13,7 @@ from dsec.edge.client import Created
 from dsec.edge.node import Edge
 from dsec.errors import Conflict, SandboxEnded
 from dsec.spec.causes import Cause
+from dsec.spec.events import EventType
 from dsec.spec.sandbox import ExecSpec, PausedBy, SandboxSpec, State
 from dsec.testing.clock import FakeClock
 
@@ -145,17 +146,23 @@ async def test_the_pause_and_its_time_outlive_the_edge(kit: Kit, clock: FakeCloc
         assert info.expires_at - clock.now() == pytest.approx(60, abs=0.1)
 
 
-async def test_what_is_found_frozen_is_paused_and_what_is_found_running_runs(kit: Kit) -> None:
+async def test_what_an_edge_finds_after_a_death_in_the_middle(kit: Kit) -> None:
     async with kit.edge(keep=True) as edge:
-        frozen, thawed = [(await make(edge)).sandbox.id for _ in range(2)]
+        logged, captured, thawed = [(await make(edge)).sandbox.id for _ in range(3)]
+        edge._notes.events.add(logged, EventType.PAUSED, {"by": "caller"})
         await edge.pause(thawed)
-    kit.host.guests[frozen].frozen = True  # the server died before that was on record
-    kit.host.guests[thawed].frozen = False
+    kit.host.guests[logged].frozen = True  # the server died before that was on record
+    kit.host.guests[captured].frozen = True  # it stood still for a fork
+    kit.host.guests[thawed].frozen = False  # it died before the resume was on record
     async with kit.edge() as edge:
-        assert edge.get(frozen).state is State.PAUSED
-        assert edge.get(thawed).state is State.RUNNING
-        await finish(await edge.exec(frozen, ExecSpec(argv=["true"])))
-        assert edge.get(frozen).state is State.RUNNING
+        assert [edge.get(each).state for each in (logged, captured, thawed)] == [
+            State.PAUSED,
+            State.RUNNING,
+            State.RUNNING,
+        ]
+        assert not kit.host.guests[captured].frozen
+        await finish(await edge.exec(logged, ExecSpec(argv=["true"])))
+        assert edge.get(logged).state is State.RUNNING
 
 
 async def test_what_a_tripwire_paused_only_its_own_call_resumes(kit: Kit) -> None:

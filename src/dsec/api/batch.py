@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 
 from dsec.api.exchange import MAX_BATCH_BYTES, Exchange
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
-from dsec.edge.client import BatchItem, DeleteItem, EdgeClient, Principal
-from dsec.edge.kept import PauseItem
+from dsec.edge.client import DeleteItem, EdgeClient, Principal
+from dsec.edge.kept import BatchItem, PauseItem
 from dsec.errors import DsecError, ErrorBody, InvalidRequest
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk

@@ -16,7 +16,7 @@ from dsec.api.exec import Processes, ReleaseRequest, SignalRequest, StdinTaken
 from dsec.api.files import Listing, Written
 from dsec.api.sessions import MAX_LOG_BYTES, SessionList
 from dsec.api.streams import WatchItem
-from dsec.edge.client import BatchItem
+from dsec.edge.kept import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent

@@ -23,6 +23,7 @@ from msgspec import Struct
 from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
 from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
+from dsec.edge.kept import BatchItem
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
@@ -69,6 +70,18 @@ class RunList(Struct, frozen=True):
     """Answer to `GET /v1/runs`."""
 
     runs: list[RunInfo]
+
+
+class ForkRequest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Body of a fork."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+
+
+class ForkResults(Struct, frozen=True):
+    """Answer to it: a sandbox or an error each."""
+
+    results: list[BatchItem]
 
 
 class NetworkRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,6 +170,13 @@ def build(
     async def resume(scope: Scope, sandbox_id: FromPath[str]) -> SandboxInfo:
         exchange(scope).project()
         return await edge.resume(sandbox_id)
+
+    @post("/v1/sandboxes/{sandbox_id:str}/fork", status_code=200, summary="Children that begin with a sandbox's files")
+    async def fork(
+        scope: Scope, sandbox_id: FromPath[str], data: JSONBody[ForkRequest], deadline_s: DeadlineS = None
+    ) -> ForkResults:
+        exchange(scope).project()
+        return ForkResults(await edge.fork(sandbox_id, data.count, deadline_s=deadline_s))
 
     @get("/v1/sandboxes/{sandbox_id:str}/usage", summary="A running sandbox's counters")
     async def usage(sandbox_id: FromPath[str]) -> Usage:
@@ -249,6 +269,7 @@ def build(
             renew,
             pause,
             resume,
+            fork,
             usage,
             network,
             set_network,

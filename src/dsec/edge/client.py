@@ -19,7 +19,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dsec.edge.kept import Kept
+from dsec.edge.kept import BatchItem, Kept
 from dsec.edge.observed import Observed
 from dsec.errors import ErrorBody
 from dsec.ports import Usage
@@ -57,15 +57,6 @@ class Created(Struct, frozen=True):
     """With `token` where this call made it (or waited for the call that did)."""
     existed: bool = False
     """True where a sandbox of this name, or of this idempotency key, was there already."""
-
-
-class BatchItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One item of `create_many`, as it is ready: exactly one of `sandbox` and `error`. This is a line of the HTTP
-    answer."""
-
-    index: int
-    sandbox: SandboxInfo | None = None
-    error: ErrorBody | None = None
 
 
 class DeleteItem(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,11 +6,13 @@ Owns `Kept` and its values. `dsec.edge.kept_calls` implements it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from msgspec import Struct
 
 from dsec.errors import ErrorBody
+from dsec.ports import Captured
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import SandboxInfo
 
@@ -19,6 +21,15 @@ class PauseItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One result of `pause_many`; no `error`: it is paused (or, of a resume, goes on)."""
 
     id: str
+    error: ErrorBody | None = None
+
+
+class BatchItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One item of `create_many`, as it is ready, or of `fork`: exactly one of `sandbox` and `error`. This is a line of
+    the HTTP answer."""
+
+    index: int
+    sandbox: SandboxInfo | None = None
     error: ErrorBody | None = None
 
 
@@ -46,6 +57,18 @@ class Kept(Protocol):
     ) -> list[PauseItem]:
         """Pause (or resume) those named by `ids`, or all running ones of a run and with labels. Results in the order
         given, other projects' and unknown ones as `sandbox_not_found`."""
+        ...
+
+    # --- forks ---
+
+    async def fork(self, sandbox_id: str, count: int, *, deadline_s: float | None = None) -> list[BatchItem]:
+        """Children that begin with its files as they are now, and with its spec (but `name` and `hostname`); each with
+        an id, host name, machine id and token of its own and with fresh processes. A paused one isn't resumed. An item
+        each, with a sandbox or an error. Raises `Unsupported`, `InvalidRequest`, `Unavailable`."""
+        ...
+
+    def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
+        """What it has written until now, for as long as the context lasts. Raises `Unsupported`, `Unavailable`."""
         ...
 
     # --- runs ---

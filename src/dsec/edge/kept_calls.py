@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import Principal
-from dsec.edge.kept import PauseItem
+from dsec.edge.forks import Forks
+from dsec.edge.kept import BatchItem, PauseItem
 from dsec.edge.lives import Lives
 from dsec.edge.pauses import Pauses
 from dsec.edge.runs import Runs
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.errors import DsecError, Unavailable
 from dsec.journal.records import Journal, Record
+from dsec.ports import Captured
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import PausedBy, SandboxInfo, State
 
@@ -22,6 +25,7 @@ class KeptCalls:
     """A base of `dsec.edge.node.Edge`, which sets the attributes."""
 
     _access: Access
+    _forks: Forks
     _journal: Journal
     _lives: Lives
     _open: bool
@@ -63,6 +67,12 @@ class KeptCalls:
             return PauseItem(id=sandbox_id)
 
         return await asyncio.gather(*(one(sandbox_id) for sandbox_id in wanted))
+
+    async def fork(self, sandbox_id: str, count: int, *, deadline_s: float | None = None) -> list[BatchItem]:
+        return await self._forks.fork(self._usable(sandbox_id), count, deadline_s)
+
+    def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
+        return self._forks.captured(self._usable(sandbox_id))
 
     def open_run(self, project: str, asked: RunRequest) -> RunInfo:
         self._check_open()

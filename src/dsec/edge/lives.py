@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from dsec.edge.adopting import adopt_pause
 from dsec.edge.client import Created
 from dsec.edge.config import Capacity, EdgeConfig
 from dsec.edge.context import REQUEST_ID, work_on
@@ -35,10 +36,10 @@ from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
-from dsec.ports import Backend, Clock, Instance, InstanceEnd, PausableHost, Usage
+from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
-from dsec.spec.sandbox import Paused, PausedBy, SandboxInfo, State
+from dsec.spec.sandbox import PausedBy, SandboxInfo, State
 
 T = TypeVar("T")
 
@@ -81,8 +82,8 @@ class Lives:
         )
         self.empty = asyncio.Event()
         self.none_starts = asyncio.Event()
-        self.wake: Callable[[Sandbox], None] | None = None
-        self.pause: Callable[[Sandbox, PausedBy], asyncio.Future[None]] | None = None  # both by `dsec.edge.pauses`
+        self.wake: Callable[[Sandbox], None] | None = None  # set by `dsec.edge.pauses`, both
+        self.pause: Callable[[Sandbox, PausedBy], asyncio.Future[None]] | None = None
 
     @property
     def stuck(self) -> int:
@@ -96,13 +97,15 @@ class Lives:
 
     # --- beginning ---
 
-    def enter(self, record: Record, backend: Backend, token: str, deadline_s: float | None) -> asyncio.Future[Created]:
-        """Queue a new sandbox; the future resolves when it runs, or fails with why it doesn't. Raises what
-        `Gate.check` raises."""
+    def enter(
+        self, record: Record, backend: Backend, token: str, deadline_s: float | None, capture: str = ""
+    ) -> asyncio.Future[Created]:
+        """Queue a new sandbox that begins with `capture`; the future resolves when it runs, or fails with why it
+        doesn't. Raises what `Gate.check` raises."""
         self.gate.check(record.spec.memory_bytes)
         now = self._clock.monotonic()
         sandbox = Sandbox(record, backend, now)
-        sandbox.token = token
+        sandbox.token, sandbox.capture = token, capture
         sandbox.request_id = REQUEST_ID.get()
         ready: asyncio.Future[Created] = asyncio.get_running_loop().create_future()
         quiet(ready)
@@ -152,10 +155,11 @@ class Lives:
         if failure is not None:
             self._failed(sandbox, failure)
 
-    async def _make(self, sandbox: Sandbox) -> tuple[Instance, float]:
-        """Also: how long it took to put it on record."""
+    async def _make(self, sandbox: Sandbox) -> tuple[Instance, float]:  # and how long it took to put it on record
         record, backend = sandbox.record, sandbox.backend
         handle = backend.reserve(record.id, record.spec, self._tenant(record.project))
+        if sandbox.capture:
+            handle["capture"] = sandbox.capture
         sandbox.record = record = replace(record, handle=handle)
         began = self._clock.monotonic()
         await self.notes.begin(record)
@@ -472,20 +476,10 @@ class Lives:
         if record.state is State.STARTING:
             sandbox.record = replace(record, state=next_state(record.state, Event.STARTED))
             self._journal.put_lazily(sandbox.record)
-        now, wall = self._clock.monotonic(), self._clock.now()
-        frozen = isinstance(instance, PausableHost) and instance.frozen
-        paused = record.paused or (Paused(wall) if frozen else None)
-        if paused is not None:  # the server may have died between a freeze and its record, or a thaw and its record
-            sandbox.paused_at, sandbox.record = now, replace(sandbox.record, state=State.PAUSED, paused=paused)
-        if record.expires_at is not None:
-            sandbox.due = now + (record.expires_at - (wall if paused is None else paused.at))
+        adopt_pause(sandbox, self.notes, self._clock)
         self._watch(sandbox, instance)
-        if paused is None:
+        if sandbox.state is State.RUNNING:
             self.set_expiry(sandbox)
-        elif not frozen and paused.by is PausedBy.TRIPWIRE and isinstance(instance, PausableHost):
-            instance.freeze(True)
-        elif not frozen:
-            sandbox.rouse()
         self.notes.events.add(sandbox.id, EventType.ADOPTED, {})
         return True
 

@@ -13,10 +13,12 @@ import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from dsec.edge.access import digest, new_token
-from dsec.edge.client import BatchItem, Created
+from dsec.edge.client import Created
 from dsec.edge.config import EdgeConfig
+from dsec.edge.kept import BatchItem
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox, info_of
 from dsec.edge.specs import differing_fields, learn, resolve
@@ -114,6 +116,25 @@ class Naming:
                 future.add_done_callback(functools.partial(hand_out, index))
             if index % _BREATH == _BREATH - 1:
                 await asyncio.sleep(0)
+
+    def clone(self, parent: Record, capture: str, deadline_s: float | None) -> asyncio.Future[Created]:
+        """A new sandbox like `parent`, without its name and host name, that begins with captured files."""
+        backend = self._backends[parent.backend]
+        sandbox_id = self._new_id(backend)
+        token = new_token(sandbox_id)
+        record = Record(
+            id=sandbox_id,
+            project=parent.project,
+            run=parent.run,
+            backend=parent.backend,
+            state=State.QUEUED,
+            spec=replace(parent.spec, name=None, hostname=None),
+            handle={},
+            created_at=self._clock.now(),
+            token=digest(token),
+            network=parent.network,
+        )
+        return self._lives.enter(record, backend, token, deadline_s, capture)
 
     # --- one request ---
 

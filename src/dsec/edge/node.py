@@ -13,11 +13,13 @@ from pathlib import Path
 
 from dsec.channel import streams
 from dsec.edge.access import Access, no_sandbox
-from dsec.edge.client import ApiKey, BatchItem, Created, DeleteItem, NodeInfo, Page, Principal
+from dsec.edge.client import ApiKey, Created, DeleteItem, NodeInfo, Page, Principal
 from dsec.edge.commands import Commands, RunningCommand
 from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.events import Events
 from dsec.edge.filing import FileCalls
+from dsec.edge.forks import Forks
+from dsec.edge.kept import BatchItem
 from dsec.edge.kept_calls import KeptCalls
 from dsec.edge.listing import list_page
 from dsec.edge.lives import Lives
@@ -121,6 +123,7 @@ class Edge(KeptCalls, FileCalls):
             config=config,
             tasks=tasks,
         )
+        self._forks = Forks(lives=self._lives, naming=self._naming, tasks=tasks)
         recording = Recording(trajectories, config)
         self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks, recording=recording)
         self._observer = Observer(lives=self._lives, backends=self._backends)

@@ -24,6 +24,7 @@ class Sandbox:
     __slots__ = (
         "active_at",
         "backend",
+        "capture",
         "commands",
         "due",
         "ended",
@@ -77,6 +78,8 @@ class Sandbox:
         self.usage: Usage | None = None
         self.usage_at = 0.0
         self.removal_failures = 0
+        self.capture = ""
+        """Of files that it begins with."""
         self.paused_at = 0.0
         """While it is paused, since when, on the monotonic clock."""
         self.wake: Callable[[Sandbox], None] | None = None

@@ -29,6 +29,7 @@ def _request(direction: int, number: int, size: int) -> int:
 
 _ARGS = 4096  # struct btrfs_ioctl_vol_args: s64 fd, 4088 bytes of name
 _SUBVOL_CREATE = _request(_WRITE, 14, _ARGS)
+_SNAP_CREATE = _request(_WRITE, 1, _ARGS)
 _SYNC = _request(0, 8, 0)
 _SNAP_DESTROY = _request(_WRITE, 15, _ARGS)
 _INO_LOOKUP = _request(_READ | _WRITE, 18, _ARGS)
@@ -60,6 +61,14 @@ def _named(name: str) -> bytearray:
 def create_subvolume(dirfd: int, name: str) -> None:
     """Make an empty subvolume (root:root, 0755)."""
     _ioctl(dirfd, _SUBVOL_CREATE, _named(name), f"create subvolume {name}", {errno.ENOSPC: "the volume is full"})
+
+
+def snapshot_subvolume(source: int, dirfd: int, name: str) -> None:
+    """Make a writable snapshot of the subvolume whose top directory is open as `source`, as it is at this moment; what
+    is in the page cache is in it."""
+    data = _named(name)
+    struct.pack_into("<q", data, 0, source)
+    _ioctl(dirfd, _SNAP_CREATE, data, f"snapshot a subvolume as {name}", {errno.ENOSPC: "the volume is full"})
 
 
 def destroy_subvolume(dirfd: int, name: str) -> None:

@@ -46,6 +46,16 @@ class _Deleted(Struct, frozen=True):
     error: ErrorBody | None = None
 
 
+class _Child(Struct, frozen=True):
+    index: int
+    sandbox: SandboxInfo | None = None
+    error: ErrorBody | None = None
+
+
+class _Forked(Struct, frozen=True):
+    results: list[_Child]
+
+
 class _Results(Struct, frozen=True):
     results: list[_Deleted]
 
@@ -247,6 +257,30 @@ class AsyncSandbox:
         url = self._transport.url(f"{self._path}/resume")
         self.info = await self._transport.call("POST", url, SandboxInfo, request_timeout_s=request_timeout_s)
         return self.info
+
+    async def fork(
+        self, count: int = 1, *, deadline_s: float | None = None, request_timeout_s: float | None = None
+    ) -> Sequence[AsyncSandbox]:
+        """Children that begin with its files as they are now and with its spec (but `name` and `hostname`), all of them
+        or none: each with an id, host name, machine id and tokens of its own. Their processes are new; memory is not
+        kept. It may be paused, and stays so. Not repeated where the connection breaks (`OutcomeUnknown`). Needs an API
+        key."""
+        answer = await self._transport.call(
+            "POST",
+            self._transport.url(f"{self._path}/fork", deadline_s=deadline_s),
+            _Forked,
+            body=_encoded({"count": count}),
+            headers=_JSON,
+            replay=False,
+            request_timeout_s=request_timeout_s,
+        )
+        made = [type(self)(self._transport, each.sandbox) for each in answer.results if each.sandbox is not None]
+        for each in answer.results:
+            if each.error is not None:
+                for child in made:
+                    await child.kill()
+                raise from_body(each.error)
+        return made
 
     async def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""

@@ -208,6 +208,18 @@ class Sandbox(Wrapper):
         """Let it go on. Raises `Conflict` where a tripwire paused it. Needs an API key."""
         return call(self._async.resume(request_timeout_s=request_timeout_s))
 
+    def fork(
+        self, count: int = 1, *, deadline_s: float | None = None, request_timeout_s: float | None = None
+    ) -> Sequence[Sandbox]:
+        """Children that begin with its files as they are now and with its spec (but `name` and `hostname`), all of them
+        or none: each with an id, host name, machine id and tokens of its own. Their processes are new; memory is not
+        kept. It may be paused, and stays so. Not repeated where the connection breaks (`OutcomeUnknown`). Needs an API
+        key."""
+        return [
+            Sandbox(each)
+            for each in call(self._async.fork(count, deadline_s=deadline_s, request_timeout_s=request_timeout_s))
+        ]
+
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))

@@ -62,7 +62,7 @@ class Volume:
         self.root = root
         self.kind = kind
         self._state = state_dir
-        for name in ("sandboxes", "spool", "trash"):
+        for name in ("sandboxes", "spool", "trash", "captures"):
             (root / name).mkdir(exist_ok=True)
         root.chmod(0o711)
         self._sandboxes, self._spools = root / "sandboxes", root / "spool"
@@ -76,6 +76,8 @@ class Volume:
         self._closing = False
         self._thread = threading.Thread(target=self._empty_trash, name="dsec-trash", daemon=True)
         self._thread.start()
+        for name in os.listdir(root / "captures"):  # of a server that died
+            self.drop_capture(name)
         if any((root / "trash").iterdir()):
             self._trash.set()
 
@@ -125,6 +127,8 @@ class Volume:
                 self.remove(sandbox_id)
             for name in os.listdir(self.root / "spool"):
                 self.remove_spool(name)
+            for name in os.listdir(self.root / "captures"):
+                self.drop_capture(name)
             for entry in os.scandir(self.root / "trash"):
                 shutil.rmtree(entry, ignore_errors=True)
         os.close(self._fd)
@@ -142,14 +146,16 @@ class Volume:
         path = self.path(sandbox_id)
         return path / "upper", (path / "work").stat().st_uid
 
-    def make(self, sandbox_id: str, disk_bytes: int, uid_base: int) -> tuple[Path, Path]:
+    def make(self, sandbox_id: str, disk_bytes: int, uid_base: int, capture: str = "") -> tuple[Path, Path]:
         """A sandbox's `(upper, work)` directories, limited to `disk_bytes` where the volume can; `upper` belongs to
-        `uid_base`, the root inside.
+        `uid_base`, the root inside. `capture`: with the files of that one, which belong to the same root.
 
         Raises FileExistsError, and `Unavailable` where the volume is full. On failure nothing is left.
         """
         try:
-            if self._quotas is None:
+            if capture:
+                self._copy(self.capture_path(capture), self.path(sandbox_id))
+            elif self._quotas is None:
                 os.mkdir(sandbox_id, 0o700, dir_fd=self._fd)
             else:
                 btrfs.create_subvolume(self._fd, sandbox_id)
@@ -160,8 +166,11 @@ class Volume:
             try:
                 if self.quota:
                     btrfs.limit(fd, disk_bytes + QUOTA_SLACK)
-                os.mkdir("upper", 0o755, dir_fd=fd)
-                os.chown("upper", uid_base, uid_base, dir_fd=fd)
+                if capture:
+                    shutil.rmtree("work", dir_fd=fd)
+                else:
+                    os.mkdir("upper", 0o755, dir_fd=fd)
+                    os.chown("upper", uid_base, uid_base, dir_fd=fd)
                 os.mkdir("work", 0o700, dir_fd=fd)
                 os.chown("work", uid_base, uid_base, dir_fd=fd)  # says whose it is, where nobody inside can change it
                 os.fchmod(fd, 0o711)
@@ -172,6 +181,44 @@ class Volume:
             raise self._explained(error) from None
         path = self.path(sandbox_id)
         return path / "upper", path / "work"
+
+    def capture(self, sandbox_id: str, name: str) -> None:
+        """Keep what a sandbox has written until now as `name`, until `drop_capture`. Blocks: milliseconds on btrfs, as
+        long as a copy takes elsewhere. Raises `Unavailable` where the volume is full."""
+        try:
+            self._copy(self.path(sandbox_id), self.capture_path(name))
+        except OSError as error:
+            self.drop_capture(name)
+            raise self._explained(error) from None
+
+    def capture_path(self, name: str) -> Path:
+        """Where `upper` of a capture is."""
+        return self.root / "captures" / name
+
+    def drop_capture(self, name: str) -> None:
+        """Idempotent."""
+        self._remove(self.root / "captures", name)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        if self._quotas is None:
+            try:
+                subprocess.run(["cp", "-a", "--reflink=auto", source, target], check=True, capture_output=True)
+            except subprocess.CalledProcessError as error:
+                full = b"No space left" in error.stderr
+                raise OSError(
+                    errno.ENOSPC if full else errno.EIO, error.stderr.decode(errors="replace")[-300:]
+                ) from None
+            return
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        fd = os.open(source, flags)
+        try:
+            parent = os.open(target.parent, flags)
+            try:
+                btrfs.snapshot_subvolume(fd, parent, target.name)
+            finally:
+                os.close(parent)
+        finally:
+            os.close(fd)
 
     def _explained(self, error: OSError) -> OSError | Unavailable:
         if error.errno == errno.EEXIST:
@@ -203,15 +250,21 @@ class Volume:
     def remove(self, sandbox_id: str) -> None:
         """Remove everything a sandbox wrote. Its space comes back in the background. Idempotent."""
         self._ids.pop(sandbox_id, None)
+        self._remove(self._sandboxes, sandbox_id)
+
+    def _remove(self, parent: Path, name: str) -> None:
         if self._quotas is not None:
+            fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                btrfs.destroy_subvolume(self._fd, sandbox_id)
+                btrfs.destroy_subvolume(fd, name)
                 return
             except KernelError as error:
                 if error.errno == errno.ENOENT:
                     return
                 log.warning("%s: it is deleted file by file", error.strerror)
-        self._discard(self.path(sandbox_id))
+            finally:
+                os.close(fd)
+        self._discard(parent / name)
 
     def list(self) -> set[str]:
         """The sandboxes that have something here."""

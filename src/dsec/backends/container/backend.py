@@ -28,7 +28,7 @@ from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, 
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, Unavailable, Unsupported
 from dsec.kernel.cgroups import Shape, Slot
-from dsec.ports import Clock, Handle, InstanceEnd
+from dsec.ports import Captured, Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.layers import ID_COUNT
@@ -222,7 +222,9 @@ class ContainerBackend:
         lowers = tuple(str(host.layers.path(digest, id_base)) for digest in layers)
         host.volume.check_space()
         slot = host.pool.take(handle["slot"], _shape(spec), sandbox_id, id_base)
-        upper, work = host.volume.make(sandbox_id, spec.disk_bytes, id_base)
+        capture = handle.get("capture", "")
+        make = partial(host.volume.make, sandbox_id, spec.disk_bytes, id_base, capture)
+        upper, work = await asyncio.to_thread(make) if capture else make()
         view = host.views.acquire(spec.cpus, spec.memory_bytes)
         self._views.add(sandbox_id)
         request = SpawnRequest(
@@ -347,6 +349,22 @@ class ContainerBackend:
                 remedy="Leave network out, or see what `dsec doctor` says.",
                 field="network",
             )
+
+    async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
+        """As in `ports.CaptureHost`."""
+        instance, name = self._instances.get(sandbox_id), os.urandom(8).hex()
+        if instance is None:
+            raise Unavailable(f"sandbox {sandbox_id} does not run")
+        await asyncio.shield(asyncio.to_thread(self._capture, instance, name))
+        return Captured(name, self.host.volume.capture_path(name) / "upper", handle["id_base"])
+
+    def _capture(self, instance: ContainerInstance, name: str) -> None:
+        with instance.still():
+            self.host.volume.capture(instance.sandbox_id, name)
+
+    async def drop(self, name: str) -> None:
+        """As in `ports.CaptureHost`."""
+        await asyncio.to_thread(self.host.volume.drop_capture, name)
 
     # --- ending ---
 

@@ -1,0 +1,98 @@
+"""Forks: children that begin with their parent's files, each somebody of its own; and captures for snapshots.
+
+Invariants: all children of one call begin with the same moment; a child's id, host name, tokens and machine id are its
+own, its processes are new (a container's memory is not kept); a paused parent isn't resumed; a capture is dropped when
+nobody needs it any more, also when its caller went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from dsec.channel import files
+from dsec.edge.client import Created
+from dsec.edge.kept import BatchItem
+from dsec.edge.lives import Lives
+from dsec.edge.naming import Naming
+from dsec.edge.sandbox import Sandbox
+from dsec.edge.tasks import Tasks, log
+from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, Unsupported
+from dsec.journal.records import Record
+from dsec.ports import Captured, CaptureHost
+from dsec.spec.events import EventType
+from dsec.spec.sandbox import State
+
+MAX_CHILDREN = 256
+_MACHINE_ID = b"/etc/machine-id"
+
+
+class Forks:
+    """For the event loop."""
+
+    def __init__(self, *, lives: Lives, naming: Naming, tasks: Tasks) -> None:
+        self._lives = lives
+        self._naming = naming
+        self._tasks = tasks
+
+    @asynccontextmanager
+    async def captured(self, sandbox: Sandbox) -> AsyncIterator[Captured]:
+        """Its files as they are now. Raises `Unsupported`, `Unavailable`, and as `Sandbox.here`."""
+        sandbox.here()
+        backend = sandbox.backend
+        if not isinstance(backend, CaptureHost):
+            raise Unsupported(f"the backend {sandbox.record.backend!r} can't keep a sandbox's files")
+        captured = await backend.capture(sandbox.id, sandbox.record.handle)
+        try:
+            yield captured
+        finally:
+            await asyncio.shield(backend.drop(captured.name))
+
+    async def fork(self, sandbox: Sandbox, count: int, deadline_s: float | None) -> list[BatchItem]:
+        """See `EdgeClient.fork`."""
+        if not 1 <= count <= MAX_CHILDREN:
+            raise InvalidRequest(f"a fork makes 1 to {MAX_CHILDREN} children", field="count")
+        return await asyncio.shield(self._tasks.spawn(self._fork(sandbox, count, deadline_s)))
+
+    async def _fork(self, sandbox: Sandbox, count: int, deadline_s: float | None) -> list[BatchItem]:
+        async with self.captured(sandbox) as captured:
+            parent = sandbox.record
+            making = [self._child(parent, captured, deadline_s) for _ in range(count)]
+            made = await asyncio.gather(*making, return_exceptions=True)
+        items = []
+        for index, each in enumerate(made):
+            if isinstance(each, Created):
+                items.append(BatchItem(index=index, sandbox=each.sandbox))
+            elif isinstance(each, DsecError):
+                items.append(BatchItem(index=index, error=each.body()))
+            else:
+                raise each
+        children = [item.sandbox.id for item in items if item.sandbox is not None]
+        self._lives.notes.events.add(parent.id, EventType.FORKED, {"children": children})
+        return items
+
+    async def _child(self, parent: Record, captured: Captured, deadline_s: float | None) -> Created:
+        created = await asyncio.shield(self._naming.clone(parent, captured.name, deadline_s))
+        child = self._lives.sandboxes.get(created.sandbox.id)
+        if child is not None and child.state is State.RUNNING:
+            await self._renew_machine_id(child)
+            self._lives.notes.events.add(child.id, EventType.FORKED, {"parent": parent.id})
+        return created
+
+    @staticmethod
+    async def _renew_machine_id(child: Sandbox) -> None:
+        """Where it has one: two forks are not one machine."""
+        channel = child.here().channel
+        try:
+            if (await files.stat(channel, _MACHINE_ID, user="root", follow=True)).size:
+                await files.write_file(channel, _MACHINE_ID, _once(f"{os.urandom(16).hex()}\n".encode()), user="root")
+        except FileMissing:
+            return
+        except FileError as error:
+            log.warning("sandbox %s keeps its parent's machine id: %s", child.id, error)
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
