@@ -403,7 +403,7 @@ def test_completion_scripts(cli: Cli, shell: str) -> None:
 def test_completion_knows_verbs_ids_and_environments(cli: Cli, words: str, expected: str) -> None:
     box = cli.sandbox()
     env = {"_DSEC_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    code, out, _ = cli(env=env)
+    code, out, _ = cli(env=env | {"DSEC_COMPLETE_S": "60"})
     assert code == 0
     assert (box if expected == "ID" else expected) in {line.partition(",")[2] for line in out.splitlines()}
 

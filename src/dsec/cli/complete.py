@@ -1,11 +1,13 @@
 """Completion: the script that a shell loads, and what the server knows of ids and environments.
 
-A key press must not wait: the server is asked for a second at most, and silence is no error.
+A key press must not wait: the server is asked for a second at most (`DSEC_COMPLETE_S`), and silence is no error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 
 import click
@@ -15,6 +17,12 @@ from dsec.errors import DsecError
 
 _ID = re.compile(r"[a-z0-9]{24}")
 _PATIENCE_S = 1.0
+
+
+def _patience_s() -> float:
+    with contextlib.suppress(KeyError, ValueError):
+        return float(os.environ["DSEC_COMPLETE_S"])
+    return _PATIENCE_S
 
 
 def is_id(text: str) -> bool:
@@ -46,10 +54,10 @@ class Known(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         found: list[tuple[str, str]] = []
         async with AsyncClient(retry_s=0.0) as client:
             if self._sandboxes:
-                for info in await client.list(limit=200, request_timeout_s=_PATIENCE_S):
+                for info in await client.list(limit=200, request_timeout_s=_patience_s()):
                     found.append((info.id + self._after, f"{info.spec.environment} {info.state}"))
             if self._environments:
-                for name in await client.environments(request_timeout_s=_PATIENCE_S):
+                for name in await client.environments(request_timeout_s=_patience_s()):
                     found.append((name, "environment"))
         return found
 
