@@ -111,9 +111,13 @@ def _go_around(there: World, box: dsec.Sandbox) -> None:
     assert not there.outside.received
 
 
-def test_one_request_of_a_connection_to_the_proxy_gets_out(there: World, box: dsec.Sandbox) -> None:
+def test_later_requests_to_the_proxy_are_for_the_same_target(there: World, box: dsec.Sandbox) -> None:
     first = GET.format(path="http://good.example/", host="good.example")
-    for second in (EVIL, GET.format(path="http://good.example/evil", host="good.example")):
+    for second in (
+        EVIL,
+        GET.format(path="http://evil.example/", host="evil.example"),
+        CONNECT.format(to="evil.example:1"),
+    ):
         there.outside.received.clear()
         inside(box, f'found = talk("proxy.dsec", 3128, b"{first}{second}", end=True)')
         assert b"evil" not in there.outside.received

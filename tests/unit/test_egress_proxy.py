@@ -79,8 +79,9 @@ def test_a_request_goes_on_in_origin_form() -> None:
     assert passed == (
         b"POST /?q HTTP/1.1\r\nHost: good.example:8080\r\nX: y\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody"
     )
+    assert gate.feed(sent) == passed
     with pytest.raises(Refused):
-        gate.feed(sent)
+        gate.feed(sent.replace(b"good.example", b"evil.example"))
 
 
 def test_addresses_are_hosts_too() -> None:

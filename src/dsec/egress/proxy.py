@@ -3,8 +3,8 @@
 The proxy grants nothing: it is another spelling of a connection to a name or address, which is then decided, checked
 and noted as if it had been made without. Owns the reading of a request's head and the form in which it goes on.
 Invariants: a connection to the proxy is for one target; behind CONNECT nothing comes before its answer; a request in
-absolute form goes on in origin form, one of each connection, with what is meant for proxies left out, read as strictly
-as `http1` reads.
+absolute form goes on in origin form, with what is meant for proxies left out, read as strictly as `http1` reads; a
+later one on the same connection has to be for the same target.
 """
 
 from __future__ import annotations
@@ -111,16 +111,15 @@ def _authority(text: bytes, default: int | None) -> tuple[str | Address, int]:
 
 
 class Forwarded(Requests):
-    """One request in absolute form, in the form in which the server wants it."""
+    """Requests in absolute form for one target, in the form in which the server wants them."""
 
     def __init__(self, target: str | Address, port: int) -> None:
         super().__init__(str(target), port)
         self._target = target
 
     def _pass(self, lines: list[bytes]) -> bytes:
-        """See `Requests`: the head, spelled anew. The connection ends with its answer."""
-        if self.count:
-            raise Refused(Reason.HTTP_MALFORMED, "a second request on a connection to the proxy")
+        """See `Requests`: the head, spelled anew. The server is asked to end the connection with its answer, so that
+        the client makes another for another target; one that doesn't may be asked for more."""
         method, target, version = lines[0].split(b" ")
         absolute = _ABSOLUTE.fullmatch(target)
         if absolute is None or self.waits_for_answer:
