@@ -137,6 +137,17 @@ def bench_soak(arguments: tuple[str, ...]) -> int:
     return soak.main(list(arguments))
 
 
+@bench.command("state", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_state(arguments: tuple[str, ...]) -> int:
+    """What state that outlives everything costs: the trajectory log (`bench state --help`)."""
+    try:
+        from dsec.bench import state as bench_of_state
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return bench_of_state.main(list(arguments))
+
+
 @bench.command("net", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_net(arguments: tuple[str, ...]) -> int:

@@ -67,35 +67,38 @@ class Stream:
 class Recorder:
     """`ports.Tap` of one command."""
 
-    __slots__ = ("_ended", "streams", "taken")
+    __slots__ = ("_ended", "_keep", "_streams")
 
     def __init__(self, keep: int, ended: Callable[[], None]) -> None:
         """`ended` is called at its end, before any reader sees it."""
-        self.streams = (Stream(keep), Stream(keep))
-        self.taken = Stream(keep)
+        self._keep = keep
+        self._streams: dict[str, Stream] = {}
         self._ended = ended
 
     def output(self, stderr: bool, offset: int, data: bytes) -> None:
-        self.streams[stderr].feed(data, offset)
+        self._stream("stderr" if stderr else "stdout").feed(data, offset)
 
     def stdin(self, data: memoryview) -> None:
-        self.taken.feed(data)
+        self._stream("stdin").feed(data)
+
+    def _stream(self, name: str) -> Stream:
+        found = self._streams.get(name)
+        if found is None:
+            found = self._streams[name] = Stream(self._keep)
+        return found
 
     def ended(self) -> None:
         self._ended()
 
     def entry(self, put: Callable[[bytes], str | None]) -> dict[str, Any]:
         """stdout, stderr, stdin as far as there were any; the small ones inline."""
-        room = INLINE_BYTES
         found: dict[str, Any] = {}
-        named = (("stdout", self.streams[0]), ("stderr", self.streams[1]))
-        for name, stream in sorted(named, key=lambda each: each[1].size):
-            if stream.size:
-                inline = stream.size <= room
-                room -= stream.size if inline else 0
-                found[name] = stream.entry(inline, put)
-        if self.taken.size:
-            found["stdin"] = self.taken.entry(self.taken.size <= INLINE_BYTES, put)
+        room = {"output": INLINE_BYTES, "stdin": INLINE_BYTES}
+        for name, stream in sorted(self._streams.items(), key=lambda each: each[1].size):
+            which = "stdin" if name == "stdin" else "output"
+            inline = stream.size <= room[which]
+            room[which] -= stream.size if inline else 0
+            found[name] = stream.entry(inline, put)
         return found
 
 
