@@ -160,6 +160,10 @@ class Api:
             x.only("POST")
             await grading.verify(self._verifier, sandbox_id, x)
             return True
+        if rest == "snapshot" and self._layers is not None:
+            x.only("POST")
+            await self._layers.snapshot(edge, sandbox_id, x)
+            return True
         if rest == "events":
             x.only("GET")
             await seeing.events(edge, sandbox_id, x)

@@ -29,6 +29,7 @@ from dsec.spec.sessions import (
     SessionResult,
     SessionSpec,
 )
+from dsec.spec.snapshots import SnapshotInfo, SnapshotRequest
 from dsec.spec.trajectory import Entry, RebuildRequest, Rebuilt
 from dsec.wire.exec_stream import MEDIA_TYPE
 
@@ -272,6 +273,15 @@ CALLS = (
         summary="What happens in a directory, a line an event, from the answer's beginning until the directory's end",
         query=("path", "user", "recursive"),
         gives=(NDJSON, WatchItem),
+    ),
+    Call(
+        method="post",
+        path=f"{_ONE}/snapshot",
+        summary="Make an environment of what a sandbox has written; says what was removed and what was kept",
+        takes=((JSON, SnapshotRequest),),
+        example={"name": "solved@1"},
+        gives=(JSON, SnapshotInfo),
+        statuses=(201,),
     ),
     Call(
         method="get",

@@ -17,8 +17,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dsec.api.exchange import Exchange
+from dsec.edge.client import EdgeClient
 from dsec.errors import DsecError, EnvironmentNotFound, ErrorBody, Internal, InvalidRequest, NotFound
 from dsec.spec.sandbox import NAME_PATTERN, Name
+from dsec.spec.snapshots import SnapshotRequest
 from dsec.store.environments import Environment
 from dsec.store.format import Kind
 from dsec.store.image import host_platform, parse_platform
@@ -26,6 +28,7 @@ from dsec.store.importer import Imported
 from dsec.store.layers import LayerMeta
 from dsec.store.service import LayerInfo, LayerService
 from dsec.store.shared import Progress
+from dsec.store.snapshots import pack
 
 _NDJSON, _TAR = b"application/x-ndjson", b"application/x-tar"
 _EVERY_S = 0.1
@@ -97,6 +100,9 @@ class Step(Struct, frozen=True, omit_defaults=True):
     error: ErrorBody | None = None
 
 
+_SNAPSHOT = msgspec.json.Decoder(SnapshotRequest)
+
+
 class Layers:
     """The handlers, over one node's service."""
 
@@ -108,6 +114,17 @@ class Layers:
         x.only("GET")
         x.check_query()
         await x.answer(200, LayerList(list(await self._service.list(x.project()))))
+
+    async def snapshot(self, edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
+        """POST /v1/sandboxes/{id}/snapshot"""
+        x.check_query()
+        principal = x.owner()
+        asked = x.decode(_SNAPSHOT, await x.body())
+        spec = edge.get(sandbox_id).spec
+        built_by = f"{principal.project}/{principal.label}" if principal.label else principal.project
+        async with edge.captured(sandbox_id) as captured:
+            made = await pack(self._service, captured, sandbox_id, spec, principal.project, asked, built_by)
+        await x.answer(201, made)
 
     async def one(self, x: Exchange, reference: str, verb: str) -> None:
         """.../v1/layers/{reference}[/verify, /export]"""

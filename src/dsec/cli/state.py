@@ -1,4 +1,4 @@
-"""Verbs about the state of sandboxes: pausing and resuming them."""
+"""Verbs about the state of sandboxes: pausing and resuming, forks, snapshots."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 
 import click
 
-from dsec import AsyncClient
+from dsec import AsyncClient, SandboxInfo
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import complain, json_option, wants_json, write_json
 from dsec.cli.sandboxes import pairs
 from dsec.errors import DsecError
+from dsec.spec.snapshots import SnapshotInfo
 
 
 def _move(verb: str, ids: tuple[str, ...], run: str | None, labels: tuple[str, ...], *, as_json: bool) -> int:
@@ -57,4 +58,47 @@ def resume(ids: tuple[str, ...], run: str | None, labels: tuple[str, ...], as_js
     return _move("resume", ids, run, labels, as_json=as_json)
 
 
-COMMANDS: tuple[click.Command, ...] = (pause, resume)
+@click.command("fork")
+@click.argument("sandbox_id", type=SANDBOX)
+@click.option("-n", "count", type=click.IntRange(1, 256), default=1, help="So many children.")
+@json_option
+def fork(sandbox_id: str, count: int, as_json: bool) -> None:
+    """Make children that begin with a sandbox's files, with fresh processes."""
+
+    async def work() -> list[SandboxInfo]:
+        async with AsyncClient() as client:
+            return [child.info for child in await (await client.connect(sandbox_id)).fork(count)]
+
+    children = asyncio.run(work())
+    if wants_json(as_json):
+        write_json(children)
+        return
+    for child in children:
+        click.echo(child.id)
+
+
+@click.command("snapshot")
+@click.argument("sandbox_id", type=SANDBOX)
+@click.argument("name", metavar="NAME@VERSION")
+@click.option("--remove", multiple=True, metavar="GLOB", help="Leave this out too.")
+@click.option("--keep", multiple=True, metavar="GLOB", help="Keep this all the same.")
+@click.option("--no-scrub", is_flag=True, help="Keep histories, caches, temporary files and logs.")
+@json_option
+def snapshot(  # noqa: PLR0917 (click passes by name)
+    sandbox_id: str, name: str, remove: tuple[str, ...], keep: tuple[str, ...], no_scrub: bool, as_json: bool
+) -> None:
+    """Make an environment of what a sandbox has written."""
+
+    async def work() -> SnapshotInfo:
+        async with AsyncClient() as client:
+            box = await client.connect(sandbox_id)
+            return await box.pack_diff(name, scrub=not no_scrub, remove=remove, keep=keep)
+
+    made = asyncio.run(work())
+    if wants_json(as_json):
+        write_json(made)
+    else:
+        click.echo(f"{made.name}  {made.layer[:12]}  kept {made.kept} files, removed {made.removed}")
+
+
+COMMANDS: tuple[click.Command, ...] = (pause, resume, fork, snapshot)

@@ -25,6 +25,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.grading import Grader, Verdict, VerifySpec
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.snapshots import SnapshotInfo, SnapshotRequest
 from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
 
@@ -281,6 +282,33 @@ class AsyncSandbox:
                     await child.kill()
                 raise from_body(each.error)
         return made
+
+    async def pack_diff(
+        self,
+        name: str,
+        *,
+        scrub: bool = True,
+        remove: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        description: str = "",
+        readers: Sequence[str] = (),
+        request_timeout_s: float | None = None,
+    ) -> SnapshotInfo:
+        """Make a layer, and an environment with it on top, of what it has written until now: `NAME@VERSION`. `scrub`:
+        leave out histories, caches, temporary files and logs. `remove`, `keep`: globs (`*` within a name, `**` at any
+        depth) of what is left out too, and of what stays all the same. The answer says what was removed and what was
+        kept. It may be paused, and stays so. Raises `Conflict` where the name is taken. Needs an API key."""
+        asked = SnapshotRequest(
+            name=name, scrub=scrub, remove=list(remove), keep=list(keep), description=description, readers=list(readers)
+        )
+        return await self._transport.call(
+            "POST",
+            self._transport.url(f"{self._path}/snapshot"),
+            SnapshotInfo,
+            body=_encoded(asked),
+            headers=_JSON,
+            request_timeout_s=request_timeout_s,
+        )
 
     async def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""

@@ -18,6 +18,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.grading import Grader, Verdict
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.snapshots import SnapshotInfo
 from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
 
@@ -219,6 +220,33 @@ class Sandbox(Wrapper):
             Sandbox(each)
             for each in call(self._async.fork(count, deadline_s=deadline_s, request_timeout_s=request_timeout_s))
         ]
+
+    def pack_diff(
+        self,
+        name: str,
+        *,
+        scrub: bool = True,
+        remove: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        description: str = "",
+        readers: Sequence[str] = (),
+        request_timeout_s: float | None = None,
+    ) -> SnapshotInfo:
+        """Make a layer, and an environment with it on top, of what it has written until now: `NAME@VERSION`. `scrub`:
+        leave out histories, caches, temporary files and logs. `remove`, `keep`: globs (`*` within a name, `**` at any
+        depth) of what is left out too, and of what stays all the same. The answer says what was removed and what was
+        kept. It may be paused, and stays so. Raises `Conflict` where the name is taken. Needs an API key."""
+        return call(
+            self._async.pack_diff(
+                name,
+                scrub=scrub,
+                remove=remove,
+                keep=keep,
+                description=description,
+                readers=readers,
+                request_timeout_s=request_timeout_s,
+            )
+        )
 
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""

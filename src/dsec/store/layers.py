@@ -239,6 +239,7 @@ class LayerStore:
         id_base: int = 0,
         config: ImageConfig | None = None,
         hot: list[str] | None = None,
+        source: dict[str, str] | None = None,
     ) -> LayerMeta:
         """Make a layer of a directory, placed at the path `at`, or of an overlay's upper directory, whose whiteouts and
         opaque marks are kept and whose ids are `id_base` too high. `owner`: make everything that user's and group's.
@@ -253,7 +254,7 @@ class LayerStore:
                 top = directory()
                 top.children[part] = node
                 node = top
-            return maker.finish(node, kind, description, config=config, hot=hot)
+            return maker.finish(node, kind, description, config=config, hot=hot, source=source)
 
     def add_tree(self, tree: Tree, kind: Kind, description: str = "") -> LayerMeta:
         """Make a layer of generated files. Missing parents are made (0755). Raises ValueError for a bad name."""

@@ -1,0 +1,75 @@
+"""Snapshots of real sandboxes: what they wrote, without residue, as an environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec import AsyncClient
+from dsec.errors import Conflict
+from dsec.spec.sandbox import SandboxSpec, State
+from server_kit import Server, serving
+
+pytestmark = pytest.mark.root
+
+SMALL = SandboxSpec(environment="debian", memory_bytes=128 << 20, disk_bytes=64 << 20, pids=64)
+
+
+@pytest.fixture(scope="module")
+def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("snapshots") / "state"
+    state.mkdir(mode=0o700)
+    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    (state / "native").symlink_to(debian_store.parent / "native")
+    with serving(state) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with server.client() as client:
+        yield client
+        await client.kill_many(await client.list())
+
+
+def captures(server: Server) -> list[str]:
+    return [path.name for path in (server.config.run / "volume" / "captures").iterdir()]
+
+
+async def test_a_snapshot_is_an_environment_without_residue(server: Server, client: AsyncClient) -> None:
+    builder = await client.create(SMALL, env={"SECRET": "s3cret"})
+    script = """
+        mkdir -p /w/.cache /w/d /w/secret; echo kept > /w/f; chown nobody /w/f; echo x > /w/.cache/c
+        echo y > /w/secret/k; echo z > /w/secret/public; ln -s f /w/link; ln /w/f /w/hard
+        echo 'password' > /root/.bash_history; echo t > /tmp/t
+        rm /etc/motd; rm -rf /usr/share/base-files; mkdir /usr/share/base-files; echo 1 > /usr/share/base-files/only
+    """
+    (await builder.commands.run(script)).check()
+    await builder.pause()
+    made = await builder.pack_diff("solved@1", remove=["w/secret"], keep=["w/secret/public"])
+    assert (await builder.refresh()).state is State.PAUSED
+    assert {"/root/.bash_history", "/w/.cache/c", "/w/secret/k", "/tmp/t"} == set(made.removed_paths)
+    assert made.removed == 4
+    assert {"/w/f", "/w/link", "/w/secret/public", "/etc/motd"} <= set(made.kept_paths)
+    assert made.sandbox == builder.id
+    assert made.built_by.startswith("default")
+    solver = await client.create("solved@1", memory_bytes=128 << 20, disk_bytes=64 << 20)
+    seen = await solver.commands.run("stat -c %U /w/f; echo $SECRET")
+    assert seen.stdout == "nobody\n\n"
+    for gone in ("/w/secret/k", "/etc/motd", "/root/.bash_history", "/w/.cache/c", "/tmp/t"):
+        assert not await solver.files.exists(gone), gone
+    assert await solver.files.read("/w/link") == "kept\n"
+    assert await solver.files.read("/w/secret/public") == "z\n"
+    assert [entry.name for entry in await solver.files.list("/usr/share/base-files")] == ["only"]
+    source = (await client.catalog.layer("solved@1"))["source"]
+    assert source["sandbox"] == builder.id
+    assert captures(server) == []
+    await builder.files.write("/more", "2")
+    with pytest.raises(Conflict):
+        await builder.pack_diff("solved@1")
+    again = await (await client.create("solved@1", memory_bytes=128 << 20)).pack_diff("again@1")
+    assert again.kept == 0
