@@ -59,7 +59,9 @@ from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerMounts, LayerStore
 from dsec.store.lazy.cache import LazyCache
 from dsec.store.lazy.filler import Filler, serve_filler
-from dsec.store.lazy.service import LazyLayers
+from dsec.store.lazy.fuse import FuseFiles
+from dsec.store.lazy.questions import Events, Questions
+from dsec.store.lazy.service import DEADLINE_S, LazyLayers, Way
 from dsec.store.leases import Leases
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
@@ -84,6 +86,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """URL of the store that nodes share, as `open_store` takes it; empty: none."""
     registry: str = ""
     """Of images that don't name one."""
+    lazy: Way = ""
+    """How reads of layers get to what fills them; empty: as the kernel can."""
     cache_bytes: int = 64 << 30
     """Of data of layers that are filled on demand; the least recently used goes."""
     zram_bytes: int | None = None
@@ -100,6 +104,9 @@ def read_config(state: Path | None = None) -> Config:
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
     run = Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state)
     store, registry = os.environ.get("DSEC_STORE", ""), os.environ.get("DSEC_REGISTRY", "")
+    way = os.environ.get("DSEC_LAZY", "")
+    if way not in ("", "events", "fuse"):
+        raise InvalidRequest(f"DSEC_LAZY is {way!r}", remedy="It is events, fuse, or not set.")
     cache_gib = os.environ.get("DSEC_CACHE_GIB") or "64"
     if not cache_gib.isdecimal() or int(cache_gib) < 1:
         raise InvalidRequest(f"DSEC_CACHE_GIB is {cache_gib!r}", remedy="It is a number of GiB, at least 1.")
@@ -111,6 +118,7 @@ def read_config(state: Path | None = None) -> Config:
         run=run,
         store=store,
         registry=registry,
+        lazy=msgspec.convert(way, Way),
         cache_bytes=int(cache_gib) << 30,
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )
@@ -161,7 +169,7 @@ def open_host(config: Config) -> Host:
         index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
         shared = SharedLayers(store, environments.layers, index, Leases(store, SystemClock(), config.instance))
         filler = [sys.executable, "-m", "dsec.cli.main", "filler", "--state", str(config.state)]
-        lazy = LazyLayers(cache=config.state / CACHE, run=config.run, filler=filler)
+        lazy = LazyLayers(cache=config.state / CACHE, run=config.run, filler=filler, way=config.lazy)
         remote = RemoteCatalog(shared, environments, lazy, SystemClock(), f"{_node_name(config)}-lazy")
     return Host(
         state=config.state,
@@ -188,8 +196,9 @@ def _make_swap(config: Config, ledger: Ledger) -> None:
         log.warning("paused sandboxes keep their memory, as the host has no swap: %s", error)
 
 
-def run_filler(state: Path) -> int:
-    """Fill lazy layers until the holder ends or SIGTERM comes: the process that the server starts beside itself."""
+def run_filler(state: Path, *, fuse: bool) -> int:
+    """Fill lazy layers until the holder ends or SIGTERM comes: the process that the server starts beside itself.
+    `fuse`: there is no holder, it makes the file system that reads come from."""
     configure("human", "info")
     config = read_config(state)
 
@@ -197,7 +206,12 @@ def run_filler(state: Path) -> int:
         store = open_store(config.store)
         try:
             cache = LazyCache(config.state / CACHE)
-            filler = Filler(cache, store, config.run / "holder.sock", SystemClock(), most_bytes=config.cache_bytes)
+            questions: Questions
+            if fuse:
+                questions = FuseFiles(config.run / "lazy", deadline_s=DEADLINE_S)
+            else:
+                questions = Events(config.run / "holder.sock")
+            filler = Filler(cache, store, questions, SystemClock(), most_bytes=config.cache_bytes)
             await serve_filler(filler, config.run / "fill.sock")
         finally:
             await store.close()

@@ -1,5 +1,5 @@
 """A lazy layer without a server: made by mkfs.erofs with its data apart, served by a holder and a filler of the test's
-own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S MOST_BYTES IDLE_S`."""
+own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S MOST_BYTES IDLE_S fuse|events`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from dsec.backends.container.native import build_native
 from dsec.edge.config import SystemClock
 from dsec.errors import Unavailable
 from dsec.kernel import loop, mounts, syscalls
+from dsec.kernel.mounts import ErofsMount
 from dsec.store.blobs import DirectoryStore
 from dsec.store.format import (
     Manifest,
@@ -39,6 +40,8 @@ from dsec.store.format import (
 )
 from dsec.store.lazy import filler, holder
 from dsec.store.lazy.cache import LazyCache
+from dsec.store.lazy.fuse import FuseFiles
+from dsec.store.lazy.questions import Events
 
 CHUNK = 65536
 BALLAST = "ballast"
@@ -124,10 +127,12 @@ class Node:
         most_bytes: int = 1 << 40,
         idle_s: float = 60.0,
         cache_bytes: int = 0,
+        fuse: bool = False,
     ) -> None:
         """`cache_bytes`: the disk of the cache is no larger."""
         self.root = root
-        self.options = [str(delay_s), str(most_bytes), str(idle_s)]
+        self.fuse = fuse
+        self.options = [str(delay_s), str(most_bytes), str(idle_s), "fuse" if fuse else "events"]
         self.deadline_s = deadline_s
         self.store = root / "store"
         self.cache = root / "cache"
@@ -136,11 +141,14 @@ class Node:
             path.mkdir(exist_ok=True)
         if cache_bytes:
             self._small_disk(cache_bytes)
-        syscalls.mount(self.cache, self.marked, None, syscalls.MS_BIND)
+        if not fuse:
+            syscalls.mount(self.cache, self.marked, None, syscalls.MS_BIND)
         self.holder_path = root / "holder.sock"
         self.control_path = root / "fill.sock"
         self.program = holder_program()
-        self.holder = holder.start_holder(self.program, self.holder_path, self.marked, deadline_s=deadline_s)
+        self.holder: subprocess.Popen[bytes] | None = None
+        if not fuse:
+            self.holder = holder.start_holder(self.program, self.holder_path, self.marked, deadline_s=deadline_s)
         self.kept: tuple[int, int] | None = None
         self.filler: subprocess.Popen[bytes] | None = None
         self.mounted: list[Path] = []
@@ -176,7 +184,16 @@ class Node:
         self.kept = client.take()
         client.close()
 
+    def waiting(self) -> int:
+        """Reads that wait at the holder."""
+        client = holder.HolderClient(self.holder_path)
+        try:
+            return client.stats().waiting
+        finally:
+            client.close()
+
     def kill_holder(self) -> None:
+        assert self.holder is not None
         self.holder.kill()
         self.holder.wait()
 
@@ -203,14 +220,10 @@ class Node:
         assert "ok" in self.call("attach", layer)
         target = self.root / f"mnt{len(self.mounted)}"
         target.mkdir()
-        flags = syscalls.MS_RDONLY | syscalls.MS_NODEV
-        syscalls.mount(
-            self.cache / layer / "meta.erofs",
-            target,
-            "erofs",
-            flags,
-            f"device={(self.marked if marked else self.cache) / layer / 'data'}",
-        )
+        data = (self.marked if marked else self.cache) / layer
+        if not self.fuse or not marked:
+            data /= "data"
+        ErofsMount(self.cache / layer / "meta.erofs", target, data=data, loops=self.fuse).mount()
         self.mounted.append(target)
         return target
 
@@ -245,7 +258,7 @@ class Node:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             if self.filler is not None and self.filler.poll() is None:
                 self.stop_filler()
-        if self.holder.poll() is None:
+        if self.holder is not None and self.holder.poll() is None:
             self.kill_holder()
         for descriptor in self.kept or ():
             os.close(descriptor)
@@ -262,11 +275,11 @@ def node(root: Path, **options: float) -> Iterator[Node]:
         made.close()
 
 
-async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float) -> None:
+async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float, *, fuse: bool) -> None:
     made = filler.Filler(
         LazyCache(root / "cache"),
         SlowDirectory(root / "store", delay_s),
-        root / "holder.sock",
+        FuseFiles(root / "marked", deadline_s=5.0) if fuse else Events(root / "holder.sock"),
         SystemClock(),
         most_bytes=most_bytes,
         idle_s=idle_s,
@@ -276,4 +289,5 @@ async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float) -> N
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    top, delay, most, idle, way = sys.argv[1:]
+    asyncio.run(_main(Path(top), float(delay), int(most), float(idle), fuse=way == "fuse"))

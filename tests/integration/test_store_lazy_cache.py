@@ -116,3 +116,28 @@ def test_a_full_disk_is_an_error_and_nothing_wrong_stays(tmp_path: Path) -> None
         made.grow_disk()
         made.forget_pages(top)
         assert {name: digest(top / name) for name in digests} == digests
+
+
+def test_many_reads_that_wait_do_not_hold_up_what_is_there(tmp_path: Path) -> None:
+    """A sandbox reads, with as many threads as it may have, what a slow store doesn't hand out."""
+    with node(tmp_path) as made:
+        wanted, truth = published(made, 1, [65_536] * 400)
+        filled_layer, digests = published(made, 2, [MIB] * 2)
+        slow, there = made.mount(wanted), made.mount(filled_layer)
+        assert digest(there / "f0") == digests["f0"]
+        made.forget_pages(there)
+        made.stop_filler()  # a store that doesn't answer at all
+        ended: list[str] = []
+        readers = [
+            threading.Thread(target=lambda name=name: ended.append(digest(slow / name)))  # type: ignore[misc]
+            for name in truth
+        ]
+        for reader in readers:
+            reader.start()
+        until(lambda: made.waiting() >= 300)
+        assert digest(there / "f0") == digests["f0"]
+        assert not ended
+        made.start_filler()
+        for reader in readers:
+            reader.join(60)
+        assert sorted(ended) == sorted(truth.values())

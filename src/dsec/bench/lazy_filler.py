@@ -14,6 +14,7 @@ from dsec.edge.config import SystemClock
 from dsec.store.blobs import DirectoryStore
 from dsec.store.lazy.cache import LazyCache
 from dsec.store.lazy.filler import Filler, serve_filler
+from dsec.store.lazy.questions import Events
 from dsec.testing.blobs import FaultyStore
 
 
@@ -26,7 +27,7 @@ def far_store(root: Path, latency_s: float, bytes_per_s: float) -> FaultyStore:
 
 async def fill(cache: Path, run: Path, store: FaultyStore) -> None:
     """Serve until the holder ends."""
-    filler = Filler(LazyCache(cache), store, run / "holder.sock", SystemClock(), most_bytes=1 << 40)
+    filler = Filler(LazyCache(cache), store, Events(run / "holder.sock"), SystemClock(), most_bytes=1 << 40)
     await serve_filler(filler, run / "fill.sock")
 
 

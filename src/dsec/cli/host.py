@@ -56,11 +56,12 @@ def serve(  # noqa: PLR0917 (click passes by name)
 
 @click.command("filler", hidden=True)
 @click.option("--state", type=click.Path(path_type=Path), required=True)
-def filler(state: Path) -> int:
+@click.option("--fuse", is_flag=True)
+def filler(state: Path, fuse: bool) -> int:
     """Fill layers on demand: started by `dsec serve` beside itself."""
     from dsec import app
 
-    return app.run_filler(state)
+    return app.run_filler(state, fuse=fuse)
 
 
 @click.command("doctor")

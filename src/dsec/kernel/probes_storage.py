@@ -13,9 +13,6 @@ from dsec.kernel.probes import Missing, need_program, probe
 from dsec.kernel.syscalls import KernelError
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_PRE_CONTENT_CLASS, _CLOEXEC, _NONBLOCK = 0x8, 0x1, 0x2
-_PRE_ACCESS = 0x00100000
-_AT_FDCWD = -100
 
 
 def _image(place: Path) -> Path:
@@ -55,20 +52,15 @@ def _erofs_file(place: Path) -> str:
 
 
 @probe("lazy layers")
-def _pre_content(place: Path) -> str:
-    file = place / "file"
-    file.write_bytes(b"x")
-    group = _libc.fanotify_init(_PRE_CONTENT_CLASS | _CLOEXEC | _NONBLOCK, os.O_RDONLY)
-    if group < 0:
-        raise Missing(os.strerror(ctypes.get_errno()), "fanotify with permission events is off in this kernel.")
+def _lazy(place: Path) -> str:
     try:
-        mask = ctypes.c_uint64(_PRE_ACCESS)
-        if _libc.fanotify_mark(group, ctypes.c_uint(1), mask, _AT_FDCWD, os.fsencode(file)) < 0:
-            why = "Linux 6.14 and newer fill layers on demand; before, layers of other nodes are fetched whole."
-            raise Missing(os.strerror(ctypes.get_errno()), why)
-    finally:
-        os.close(group)
-    return "pre-content events"
+        return f"by {_fanotify(place)}"
+    except Missing:
+        try:
+            return f"through a FUSE file, slower: {_fuse(place)}"
+        except OSError as error:
+            why = "Linux 6.14 and newer, or FUSE, fill layers on demand; without, layers are fetched whole."
+            raise Missing(error.strerror or "", why) from None
 
 
 @probe("id-mapped erofs", needed=True)

@@ -126,12 +126,19 @@ class LayerStore:
         self.root = state_dir / "store" / "layers"
         self._scratch = state_dir / "store" / "tmp"
         self._lazy: dict[str, LayerFiles] = {}
+        self._looped: set[str] = set()
         self.root.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
 
-    def attach(self, digest: str, files: LayerFiles) -> None:
-        """From now on a layer that isn't here whole is where its data comes when it is read (`store.lazy`)."""
+    def attach(self, digest: str, files: LayerFiles, *, loops: bool) -> None:
+        """From now on a layer that isn't here whole is where its data comes when it is read (`store.lazy`). `loops`:
+        loop devices may stand in for its files."""
         self._lazy[digest] = files
+        (self._looped.add if loops else self._looped.discard)(digest)
+
+    def may_loop(self, digest: str) -> bool:
+        """Whether a layer may be mounted by loop devices."""
+        return digest in self._looped or not self.is_lazy(digest)
 
     def is_lazy(self, digest: str) -> bool:
         """Whether its data comes when it is read."""
@@ -338,7 +345,7 @@ class LayerMounts:
                 lazy = self._store.is_lazy(digest)
                 plain.mkdir(parents=True, exist_ok=True)
                 # What was just filled is in the page cache: reading around it would wait for the disk.
-                ErofsMount(image, plain, direct_io=not lazy, data=data, loops=not lazy).mount()
+                ErofsMount(image, plain, direct_io=not lazy, data=data, loops=self._store.may_loop(digest)).mount()
                 self._mounted.add(plain)
                 if not lazy:
                     thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)

@@ -217,4 +217,4 @@ class RemoteCatalog:
             files = await self._lazy.attach(layer)
         except NotFound:
             return
-        self._environments.layers.attach(layer, LayerFiles(files.image, files.data))
+        self._environments.layers.attach(layer, LayerFiles(files.image, files.data), loops=not files.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ class Host:
         if self.lazy is None or self.remote is None:
             return True
         trusted = True
+        self.lazy.on_lost = self.layers.unmount
         try:
             trusted = await self.lazy.open(holder)
         except (Unavailable, OSError) as error:
@@ -83,5 +85,12 @@ class Host:
         """Counts the reads of these layers that failed."""
         if self.lazy is None or not layers:
             return int
-        failures = self.lazy.failures
-        return lambda: sum(failures[layer] for layer in layers)
+        lazy, lost = self.lazy, {layer: self.lazy.lost[layer] for layer in layers}
+        more = itertools.count()
+
+        def count() -> int:
+            """Where its mount is lost every read fails, uncounted."""
+            dead = any(lazy.lost[layer] > before for layer, before in lost.items())
+            return sum(lazy.failures[layer] for layer in layers) + (next(more) if dead else 0)
+
+        return count

@@ -12,7 +12,8 @@ with `{"id", "ok": {...}}` or `{"id", "error": ErrorBody}`; whoever is connected
 | `attach` | the layer's metadata is here and its data may be read: `{"metadata_bytes", "data_bytes", "complete"}` |
 | `release` | nothing is mounted of it: its directory may be evicted |
 | `complete` | returns when all of the layer is here |
-| `status` | bytes by layer, and the holder's counts |
+| `stop` | it ends (without a holder, whose end is its own) |
+| `status` | bytes by layer, and counts of reads |
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from dsec.store.format import (
 from dsec.store.lazy import holder
 from dsec.store.lazy.cache import CachedLayer, LazyCache
 from dsec.store.lazy.fetch import Fetcher
+from dsec.store.lazy.questions import Questions
 from dsec.store.lazy.readahead import Readahead
 from dsec.store.lazy.trace import Recorder, load_trace
 
@@ -73,13 +75,13 @@ class _Served(msgspec.Struct):
 
 
 class Filler:
-    """Answers one holder from one store."""
+    """Answers the kernel's questions from one store."""
 
     def __init__(
         self,
         cache: LazyCache,
         store: BlobStore,
-        holder_path: Path,
+        questions: Questions,
         clock: Clock,
         *,
         most_bytes: int,
@@ -93,9 +95,7 @@ class Filler:
         self.failures: Counter[str] = Counter()
         self._store = store
         self._clock = clock
-        self._holder_path = holder_path
-        self._holder = holder.HolderClient(holder_path)
-        self._channel = holder.connect(holder_path)
+        self._questions = questions
         self._most_bytes = most_bytes
         self._idle_s = idle_s
         self._keep_every_s = keep_every_s
@@ -105,7 +105,7 @@ class Filler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[asyncio.StreamWriter] = set()
         self.gone = asyncio.Event()
-        """The holder closed the connection."""
+        """No read will ask any more."""
 
     def open(self) -> None:
         """Tell the holder of every layer that is in the cache, and begin to answer."""
@@ -114,12 +114,10 @@ class Filler:
                 number = int((self.cache.path(layer) / _NUMBER).read_text())
                 self._numbers[number] = layer
                 self._tell(layer, number)
-        self._channel.send(holder.MESSAGE.pack(holder.FILL, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-        self._channel.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._channel, self._readable)
+        self._questions.start(self._read, self.gone.set)
 
     async def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._channel)
+        self._questions.close()
         await self.fetcher.close()
         for task in list(self._tasks):
             task.cancel()
@@ -128,8 +126,6 @@ class Filler:
             await self._save_trace(served)
             self._sync(served)
             served.cached.close()
-        self._channel.close()
-        self._holder.close()
 
     # --- layers ---
 
@@ -189,9 +185,7 @@ class Filler:
         return served
 
     def _tell(self, layer: str, number: int) -> None:
-        root = self.cache.path(layer)
-        with open(root / "filled", "rb") as bitmap:
-            self._holder.add(number, (root / "data").stat(), bitmap.fileno(), 4096)
+        self._questions.add(number, layer, self.cache.path(layer))
 
     async def release(self, layer: str) -> None:
         """As in the table above."""
@@ -212,7 +206,7 @@ class Filler:
 
     def status(self) -> dict[str, Any]:
         """As in the table above."""
-        counts = self._holder.stats()._asdict()
+        counts = self._questions.stats()._asdict()
         layers = {
             layer: {
                 "bytes": served.cached.manifest.data_bytes,
@@ -226,28 +220,12 @@ class Filler:
 
     # --- reads ---
 
-    def _readable(self) -> None:
-        for _ in range(64):
-            try:
-                message = self._channel.recv(holder.MESSAGE.size)
-            except BlockingIOError:
-                return
-            except OSError:
-                message = b""
-            if len(message) != holder.MESSAGE.size:
-                asyncio.get_running_loop().remove_reader(self._channel)
-                self.gone.set()
-                return
-            fields = holder.MESSAGE.unpack(message)
-            if fields[0] == holder.REQUEST:
-                self._read(holder.Waiting(fields[2], fields[1], fields[5], fields[6]))
-
     def _read(self, waiting: holder.Waiting) -> None:
         try:
             served = self._serve(self._numbers[waiting.blob])
         except (KeyError, OSError, DsecError) as error:
             log.error("a read of blob %d cannot be served: %r", waiting.blob, error)
-            self._answer(waiting.token, errno.EIO)
+            self._questions.answer(waiting.token, errno.EIO)
             return
         chunks = served.cached.chunks_of(waiting.offset, waiting.size)
         if served.recorder is not None:
@@ -258,7 +236,7 @@ class Filler:
             if ahead:
                 self.fetcher.begin(served.cached, ahead, background=True)
         if not waits:
-            self._answer(waiting.token, 0)
+            self._questions.answer(waiting.token, 0)
             return
         self._spawn(self._wait(waiting, served, waits))
 
@@ -270,28 +248,18 @@ class Filler:
             layer = served.cached.layer
             self.failures[layer] += 1
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._answer(waiting.token, errno.ENOSPC if full else errno.EIO)
+            self._questions.answer(waiting.token, errno.ENOSPC if full else errno.EIO)
             self._push({"failed": layer, "message": str(error)[:500]})
             return
-        self._answer(waiting.token, 0)
+        self._questions.answer(waiting.token, 0)
         if not served.cached.missing:
             self._finish(served)
-
-    def _answer(self, token: int, number: int) -> None:
-        message = holder.MESSAGE.pack(holder.DONE, 0, token, 0, 0, 0, 0, 0, 0, number)
-        with contextlib.suppress(OSError):  # a holder that is gone: its successor asks again
-            try:
-                self._channel.send(message)
-            except BlockingIOError:  # it reads soon: it never waits for us
-                self._channel.setblocking(True)
-                self._channel.send(message)
-                self._channel.setblocking(False)
 
     def _finish(self, served: _Served) -> None:
         """All of it is here: its reads need not ask any more."""
         if not served.told_complete:
             served.told_complete = True
-            self._holder.complete(served.number, served.cached.data)
+            self._questions.complete(served.number, served.cached)
 
     # --- keeping house ---
 
@@ -319,7 +287,7 @@ class Filler:
         read has asked for in a minute; the longest unread first."""
         sizes = {layer: served.cached.filled_bytes() for layer, served in self._served.items()}
         over = sum(sizes.values()) - self._most_bytes
-        ages = {layer: self._holder.idle_s(served.number) for layer, served in self._served.items()}
+        ages = {layer: self._questions.idle_s(served.number) for layer, served in self._served.items()}
         for layer in sorted(sizes, key=lambda layer: (self._served[layer].users, -ages[layer])):
             if over <= 0:
                 return
@@ -334,7 +302,7 @@ class Filler:
 
     def _drop(self, layer: str) -> None:
         served = self._served.pop(layer)
-        self._holder.remove(served.number)
+        self._questions.remove(served.number)
         del self._numbers[served.number]
         served.cached.close()
         self.cache.remove(layer)
@@ -346,7 +314,7 @@ class Filler:
         before = time.monotonic()
         await asyncio.to_thread(served.cached.forget_synced)
         await self._clock.sleep(1.0)
-        if self._holder.idle_s(served.number) < time.monotonic() - before + self._idle_s / 2:
+        if self._questions.idle_s(served.number) < time.monotonic() - before + self._idle_s / 2:
             return False
         for first in range(0, len(served.cached.chunks), _PUNCHES):
             served.cached.punch(range(first, min(first + _PUNCHES, len(served.cached.chunks))))
@@ -400,6 +368,8 @@ class Filler:
                     await self.release(layer)
                 case "complete":
                     await self.complete(layer)
+                case "stop":
+                    self.gone.set()
                 case "status":
                     return {"ok": self.status()}
                 case other:

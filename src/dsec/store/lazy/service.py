@@ -2,13 +2,15 @@
 
 On the host, below the run directory:
 
-    lazy/          the cache directory bound a second time, and marked: data is mounted from here
+    lazy/          the cache directory bound a second time, and marked: data is mounted from here; without events the
+                   filler's own file system instead (`fuse.py`), and there is no holder
     holder.sock    the holder's socket
     fill.sock      the filler's control socket
 
 Both programs outlive the server, since sandboxes do. While it runs, this object holds what lets a successor of the
 holder take over, so that readers only wait when one of the three dies. Where both server and holder are gone, what is
-still mounted of incomplete layers can't be trusted any more: `open` says so.
+still mounted of incomplete layers can't be trusted any more: `open` says so. Without events the filler's end alone
+makes what is mounted unreadable: `on_lost` is told, so that it is mounted anew.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import itertools
 import json
 import logging
 import os
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -38,6 +41,7 @@ DEADLINE_S = 60.0
 _START_S = 20.0
 _AGAIN_S = 0.2
 _ATTEMPTS = 3
+Way = Literal["", "events", "fuse"]
 
 
 class LazyFiles(NamedTuple):
@@ -46,23 +50,31 @@ class LazyFiles(NamedTuple):
     image: Path
     data: Path | None
     complete: bool
+    events: bool
+    """Reads of the data raise events, which don't reach through a loop device."""
 
 
 class LazyLayers:
     """The lazy layers of one node. `open` first, `close` last."""
 
-    def __init__(self, *, cache: Path, run: Path, filler: Sequence[str | Path], deadline_s: float = DEADLINE_S) -> None:
-        """`filler`: the command that runs a filler for these directories."""
+    def __init__(
+        self, *, cache: Path, run: Path, filler: Sequence[str | Path], way: Way = "", deadline_s: float = DEADLINE_S
+    ) -> None:
+        """`filler`: the command that runs a filler for these directories; without events it gets `--fuse`. `way`: how
+        reads get to it; empty: by events where this kernel has them."""
         self._cache = cache
         self._marked = run / "lazy"
         self._holder_path = run / "holder.sock"
         self._control_path = run / "fill.sock"
         self._filler = filler
+        self.way: Way = way
         self._deadline_s = deadline_s
         self._program: Path | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._kept: tuple[int, int] | None = None
         self._mounted: set[str] = set()
+        self._attached: set[str] = set()
+        """Layers that may be mounted where reads ask."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
@@ -73,6 +85,10 @@ class LazyLayers:
         """Reads that failed, by layer."""
         self.on_failed: Callable[[str, str], None] = lambda layer, message: None
         """Told of a layer and why."""
+        self.lost: Counter[str] = Counter()
+        """How often what was mounted of a layer became unreadable."""
+        self.on_lost: Callable[[str], None] = lambda layer: None
+        """Told of a layer; blocks."""
 
     async def open(self, program: Path) -> bool:
         """Serve. `program`: the compiled holder. False where readers may have seen zeros: the holder was gone, with
@@ -83,26 +99,49 @@ class LazyLayers:
         self._program = program
         self._cache.mkdir(parents=True, exist_ok=True)
         self._marked.mkdir(exist_ok=True)
-        trusted = True
         self._mounted = {self._layer_of(mount) for mount in mounts.mounted()} - {""}
+        trusted = True
+        if self.way != "fuse":
+            trusted = await self._open_events()
+        if self.way == "fuse" and self._mounted:
+            trusted = await self._filler_lives()
+            self._attached = set(self._mounted)
+        self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
+        await asyncio.wait_for(self._ready.wait(), _START_S)
+        return trusted
+
+    async def _open_events(self) -> bool:
         if mounts.find_mount(self._marked) is None:
             syscalls.mount(self._cache, self._marked, None, syscalls.MS_BIND)
         try:
             await asyncio.to_thread(self._keep)
         except Unavailable:
-            trusted = not self._mounted
-            await asyncio.to_thread(self._start_holder)
-        self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
-        await asyncio.wait_for(self._ready.wait(), _START_S)
-        return trusted
+            try:
+                await asyncio.to_thread(self._start_holder)
+            except Unavailable as error:
+                if self.way:
+                    raise
+                log.warning("layers are filled through FUSE, which is slower: %s", error)
+                self.way = "fuse"
+            return not self._mounted
+        return True
+
+    async def _filler_lives(self) -> bool:
+        try:
+            _, writer = await asyncio.open_unix_connection(self._control_path)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     def mounted(self) -> set[str]:
         """The layers that were mounted from here when it was opened."""
         return self._mounted
 
     def _layer_of(self, mount: mounts.MountInfo) -> str:
-        prefix = f"device={self._marked}/"
-        return next((o[len(prefix) :].split("/")[0] for o in mount.super_options if o.startswith(prefix)), "")
+        """The kernel shows where an image lies, not its device. By loop devices it can't be told."""
+        image = Path(mount.source)
+        return image.parent.name if mount.fstype == "erofs" and image.parent.parent == self._cache else ""
 
     async def close(self, *, keep: bool) -> None:
         """`keep`: holder and filler go on for the sandboxes that do; else both end. Nothing may be mounted then."""
@@ -121,9 +160,12 @@ class LazyLayers:
         """A layer's metadata is here, and its data may be mounted. Raises `NotFound`, `LayerCorrupt`,
         `Unavailable`."""
         answer = await self._call("attach", layer)
-        root = self._cache / layer
-        data = (root if answer["complete"] else self._marked / layer) / "data"
-        return LazyFiles(root / "meta.erofs", data if answer["data_bytes"] else None, answer["complete"])
+        root, complete, events = self._cache / layer, answer["complete"], self.way != "fuse"
+        data = root / "data"
+        if not complete:
+            data = self._marked / layer / "data" if events else self._marked / layer
+            self._attached.add(layer)
+        return LazyFiles(root / "meta.erofs", data if answer["data_bytes"] else None, complete, events and not complete)
 
     async def release(self, layer: str) -> None:
         """Nothing of this server's is mounted of it any more."""
@@ -190,15 +232,25 @@ class LazyLayers:
             log.warning("the filler of lazy layers is gone; starting another")
             for process in [p for p in self._processes if p.poll() is not None]:
                 self._processes.remove(process)
-            if not await asyncio.to_thread(self._holder_lives):
+            if self.way == "fuse":
+                await asyncio.to_thread(self._lose)
+            elif not await asyncio.to_thread(self._holder_lives):
                 await asyncio.to_thread(self._start_holder)
+
+    def _lose(self) -> None:
+        """The file system went with its filler."""
+        lost, self._attached = self._attached, set()
+        for layer in lost:
+            self.lost[layer] += 1
+            self.on_lost(layer)
+            self._attached.add(layer)  # it is mounted anew
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(self._control_path, limit=1 << 26)
         process = await asyncio.to_thread(
             subprocess.Popen,
-            list(self._filler),
+            [*self._filler, *(["--fuse"] if self.way == "fuse" else [])],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -239,7 +291,13 @@ class LazyLayers:
         self._kept = kept
 
     def _end(self) -> None:
-        """The holder's end is the filler's."""
+        """The holder's end is the filler's; without one it is told itself."""
+        if self.way == "fuse":
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
+                channel.connect(str(self._control_path))
+                channel.sendall(b'{"id":0,"call":"stop"}\n')
+            for process in self._processes:
+                process.terminate()  # one that doesn't listen yet
         with contextlib.suppress(Unavailable):
             client = holder.HolderClient(self._holder_path)
             client.stop()
