@@ -43,6 +43,7 @@ from dsec.egress.node import Egress
 from dsec.egress.registry import read_network
 from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
+from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import zram
@@ -387,6 +388,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             layers=layers,
             builder=builds,
             verifier=verifier,
+            judge=Judge(edge, lambda name, project: layers.environments.get(name, project).layers),
         )
         server = ApiServer(api, host, port)
         await server.start()

@@ -26,6 +26,7 @@ from dsec.edge.client import EdgeClient
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
+from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.store.service import LayerService
 
@@ -46,6 +47,7 @@ class Api:
         layers: LayerService | None = None,
         builder: BuildService | None = None,
         verifier: Verifier | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
@@ -53,6 +55,7 @@ class Api:
         self._layers = Layers(layers) if layers is not None else None
         self._builds = builder
         self._verifier = verifier
+        self._judge = judge
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -118,6 +121,9 @@ class Api:
                 if rest and await self._sandbox(sandbox_id, rest, x):
                     return
             elif await self._batch(raw, x) or (self._layers is not None and await self._layer(self._layers, raw, x)):
+                return
+            elif raw == "/v1/judge" and self._judge is not None:
+                await grading.judge(self._judge, x)
                 return
             elif raw == "/v1/builds" and self._builds is not None:
                 await builds.build(self._builds, x)
