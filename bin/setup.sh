@@ -2,7 +2,7 @@
 #
 #   . bin/setup.sh server    Debian packages that the server needs, and .venv with the project in it
 #   . bin/setup.sh peers     also the sandbox tools that `dsec bench` compares with
-#   . bin/setup.sh tests     also the registry that tests import images from
+#   . bin/setup.sh tests     also the tools of tests, Debian's and Python's: three times as much to download
 #
 # Sets DSEC_ROOT (the checkout) and DSEC_PYTHON. What it installs from Debian goes into the ledger that `dsec host undo` reads.
 # shellcheck shell=bash
@@ -29,6 +29,8 @@ _dsec_packages() {
     if [ "$1" = tests ]; then
         command -v docker-registry >/dev/null || missing+=(docker-registry)
         command -v dpkg-scanpackages >/dev/null || missing+=(dpkg-dev)
+        command -v git >/dev/null || missing+=(git)
+        command -v npm >/dev/null || missing+=(npm)
     fi
     if [ "$1" = peers ] || [ "$1" = tests ]; then
         command -v crun >/dev/null || missing+=(crun)
@@ -68,25 +70,32 @@ _dsec_find_python() {
     command -v "$found"
 }
 
-# .venv, made again when pyproject.toml or the checkout's place changes.
+# Whether .venv has what is asked for: its key names the checkout, pyproject.toml and the extra; `dev` has the server's too.
+_dsec_venv_has() {
+    local has
+    has=$(cat "$DSEC_ROOT/.venv/.dsec-key" 2>/dev/null) && [ -x "$DSEC_PYTHON" ] || return
+    [ "$has" = "$1 $2" ] || [ "$has" = "dev $2" ]
+}
+
+# .venv, made again when pyproject.toml or the checkout's place changes, or more is asked for.
 _dsec_venv() {
-    local venv=$DSEC_ROOT/.venv key python log
+    local venv=$DSEC_ROOT/.venv extra=$1 key python log
     key=$(printf '%s\n' "$DSEC_ROOT" | cat - "$DSEC_ROOT/pyproject.toml" | sha256sum)
-    [ "$(cat "$venv/.dsec-key" 2>/dev/null)" = "$key" ] && [ -x "$DSEC_PYTHON" ] && return
+    _dsec_venv_has "$extra" "$key" && return
     mkdir -p "$venv"
     (
         flock 9
-        [ "$(cat "$venv/.dsec-key" 2>/dev/null)" = "$key" ] && [ -x "$DSEC_PYTHON" ] && exit 0
+        _dsec_venv_has "$extra" "$key" && exit 0
         python=$(_dsec_find_python) || exit 1
         _dsec_say "installing Python packages into .venv"
         log=$(mktemp)
-        if ! { "$python" -m venv "$venv" && "$DSEC_PYTHON" -m pip install --disable-pip-version-check -q -e "${DSEC_ROOT}[dev]"; } >"$log" 2>&1 </dev/null; then
+        if ! { "$python" -m venv "$venv" && "$DSEC_PYTHON" -m pip install --disable-pip-version-check -q -e "${DSEC_ROOT}[$extra]"; } >"$log" 2>&1 </dev/null; then
             tail -n 20 "$log" >&2
             rm -f "$log"
             _dsec_fail "could not make .venv"
         fi
         rm -f "$log"
-        printf '%s\n' "$key" >"$venv/.dsec-key"
+        printf '%s %s\n' "$extra" "$key" >"$venv/.dsec-key"
     ) 9>"$venv/.dsec-lock" || exit 1
 }
 
@@ -107,5 +116,8 @@ PYTHON
 }
 
 _dsec_packages "$1"
-_dsec_venv
+case $1 in
+    tests) _dsec_venv dev ;;
+    *) _dsec_venv server ;;
+esac
 _dsec_record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -37,7 +36,6 @@ async def front(registry: Registry, tmp_path: Path) -> AsyncIterator[Front]:
         yield front
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
 async def test_npm_installs_what_there_was_at_a_date(front: Front, tmp_path: Path) -> None:
     front.grant("npm", before="2023-01-01")
     project = tmp_path / "project"

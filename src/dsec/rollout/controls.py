@@ -39,7 +39,8 @@ class _Abuse(Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     cause: Cause
     limits: dict[str, Any] = {}
-    command_timeout_s: float = 20.0
+    command_timeout_s: float = 60.0
+    """Generous: a busy machine must not turn another cause into this one."""
 
 
 _FORK = "import os\nwhile True: os.fork()"
