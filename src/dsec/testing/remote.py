@@ -42,6 +42,8 @@ from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 from dsec.wire.entries import encode_entry
 
 LABEL = "dsec.testing"
+FREE_AGAIN = "dsec.session/"
+"""Keys that begin so are free again once they are released, as a guest's are: the server keeps no result of them."""
 _SCOPES = ("leader", "group", "all")
 _POLL_S = 0.02
 _ON_PURPOSE = frozenset({Cause.DELETED, Cause.SHUTDOWN})
@@ -287,7 +289,7 @@ class RemoteChannel:
             call = RemoteFileCall(self, next(self._numbers), request)
             self._live[call.op] = call
             return call
-        name = secrets.token_hex(16) if request.key is None else f"key-{request.key.hex()}"
+        name = FREE_AGAIN + (secrets.token_hex(16) if request.key is None else f"key-{request.key.hex()}")
         with _guest_errors():
             handle = await self._start(request, name)
         known = self._commands.get(name)
@@ -319,7 +321,7 @@ class RemoteChannel:
             return await commands.attach(name)
 
     def find(self, key: bytes) -> RemoteCommand | None:
-        name = f"key-{key.hex()}"
+        name = f"{FREE_AGAIN}key-{key.hex()}"
         try:
             self._sync.connect(self.sandbox.id).commands.attach(name).detach()
         except NotFound:
