@@ -63,7 +63,12 @@ def test_interrupts_and_what_survives_a_killed_server(live: Live, box: str) -> N
     assert running.wait(60) == 130
     code, out, _ = live("session", "interrupt", box, "a b")
     assert (code, json.loads(out).get("busy")) == (0, None)
-    environment = {"_DSEC_COMPLETE": "bash_complete", "COMP_WORDS": f"dsec session run {box} ", "COMP_CWORD": "4"}
+    environment = {
+        "_DSEC_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"dsec session run {box} ",
+        "COMP_CWORD": "4",
+        "DSEC_COMPLETE_S": "60",
+    }
     deadline, shown = time.monotonic() + 60, ""
     while "plain,a b\n" not in shown:  # a busy machine may not answer within a key press
         assert time.monotonic() < deadline, shown
