@@ -18,6 +18,8 @@ pytestmark = pytest.mark.root
 
 SMALL = SandboxSpec(environment="debian", memory_bytes=128 << 20, disk_bytes=64 << 20, pids=64)
 
+HISTORY = str(Path("/root", ".bash_history"))
+
 
 @pytest.fixture(scope="module")
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -45,14 +47,14 @@ async def test_a_snapshot_is_an_environment_without_residue(server: Server, clie
     script = """
         mkdir -p /w/.cache /w/d /w/secret; echo kept > /w/f; chown nobody /w/f; echo x > /w/.cache/c
         echo y > /w/secret/k; echo z > /w/secret/public; ln -s f /w/link; ln /w/f /w/hard
-        echo 'password' > /root/.bash_history; echo t > /tmp/t
+        echo 'password' > ~/.bash_history; echo t > /tmp/t
         rm /etc/motd; rm -rf /usr/share/base-files; mkdir /usr/share/base-files; echo 1 > /usr/share/base-files/only
     """
     (await builder.commands.run(script)).check()
     await builder.pause()
     made = await builder.pack_diff("solved@1", remove=["w/secret"], keep=["w/secret/public"])
     assert (await builder.refresh()).state is State.PAUSED
-    assert {"/root/.bash_history", "/w/.cache/c", "/w/secret/k", "/tmp/t"} == set(made.removed_paths)
+    assert {HISTORY, "/w/.cache/c", "/w/secret/k", "/tmp/t"} == set(made.removed_paths)
     assert made.removed == 4
     assert {"/w/f", "/w/link", "/w/secret/public", "/etc/motd"} <= set(made.kept_paths)
     assert made.sandbox == builder.id
@@ -60,7 +62,7 @@ async def test_a_snapshot_is_an_environment_without_residue(server: Server, clie
     solver = await client.create("solved@1", memory_bytes=128 << 20, disk_bytes=64 << 20)
     seen = await solver.commands.run("stat -c %U /w/f; echo $SECRET")
     assert seen.stdout == "nobody\n\n"
-    for gone in ("/w/secret/k", "/etc/motd", "/root/.bash_history", "/w/.cache/c", "/tmp/t"):
+    for gone in ("/w/secret/k", "/etc/motd", HISTORY, "/w/.cache/c", "/tmp/t"):
         assert not await solver.files.exists(gone), gone
     assert await solver.files.read("/w/link") == "kept\n"
     assert await solver.files.read("/w/secret/public") == "z\n"
