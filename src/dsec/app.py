@@ -29,6 +29,7 @@ from msgspec import Struct
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2bConfig
+from dsec.api.layers import OPERATOR
 from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend
@@ -72,8 +73,6 @@ from dsec.store.volume import Volume
 
 CACHE = Path("store", "lazy")
 """Of layers that are filled on demand, below the state directory."""
-PROJECT = "default"
-"""The project of the key that a one-node server makes for its own machine."""
 
 log = logging.getLogger("dsec")
 
@@ -416,7 +415,7 @@ async def _write_client(config: Config, edge: Edge, url: str) -> None:
         key = msgspec.json.decode((config.state / FILE_NAME).read_bytes(), type=Endpoint).api_key
         edge.authenticate(key)
     except (OSError, msgspec.MsgspecError, Unauthenticated):
-        key = await edge.create_key(PROJECT, "this machine")
+        key = await edge.create_key(OPERATOR, "this machine")
     write_endpoint(config.state, Endpoint(url, key))
 
 

@@ -18,7 +18,11 @@ from dsec import AsyncClient
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
 from dsec.api.serve import ApiServer
+from dsec.builder.service import BuildService
 from dsec.edge.node import Edge
+from dsec.grading.verifier import Verifier
+from dsec.store.environments import EnvironmentStore
+from dsec.store.service import LayerService
 
 T = TypeVar("T")
 
@@ -42,7 +46,7 @@ class Served:
         await self.server.stop()
         await self.edge.close(keep=True)
         self.edge = await self.kit.open()
-        self.server = ApiServer(Api(self.edge), "127.0.0.1", port, grace_s=0.5)
+        self.server = ApiServer(make_api(self.kit.root, self.edge), "127.0.0.1", port, grace_s=0.5)
         await self.server.start()
 
     async def raw(
@@ -93,14 +97,36 @@ def unchunked(data: bytes) -> bytes:
     return b"".join(parts)
 
 
+def make_api(root: Path, edge: Any) -> Api:
+    """The application with all its parts; layers are real, sandboxes are not."""
+    environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
+    layers = LayerService(EnvironmentStore(root / "layers"))
+
+    def written(sandbox_id: str) -> tuple[Path, int]:
+        return root / "written" / sandbox_id, 0
+
+    return Api(
+        edge,
+        environments=lambda project: environments,
+        layers=layers,
+        builder=BuildService(layers, edge, written),
+        verifier=Verifier(
+            edge,
+            written=written,
+            still=edge.still,
+            lending=layers.environments.lending,
+            scratch=layers.layers.scratch,
+        ),
+    )
+
+
 @asynccontextmanager
 async def served(root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edge) -> AsyncIterator[Served]:
     """`edge_type`: wraps the edge that the API sees."""
     kit = Kit(root)
     edge = await kit.open()
     key = await edge.create_key("project", "test")
-    environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
-    server = ApiServer(Api(edge_type(edge), environments=lambda project: environments), "127.0.0.1", 0, grace_s=0.5)
+    server = ApiServer(make_api(root, edge_type(edge)), "127.0.0.1", 0, grace_s=0.5)
     await server.start()
     served = Served(kit, edge, server, key)
     try:

@@ -239,6 +239,15 @@ class Broken:
     async def exec(self, *_: object, **__: object) -> None:
         raise KeyError("a secret of the server's")
 
+    async def renew(self, *_: object) -> None:
+        raise KeyError("a secret of the server's")
+
+    def processes(self, _: str) -> None:
+        raise KeyError("a secret of the server's")
+
+    async def write_file(self, *_: object, **__: object) -> None:
+        raise KeyError("a secret of the server's")
+
     def usage(self, _: str) -> None:
         raise Internal("the disk is on fire", remedy="Call somebody.")
 
@@ -255,6 +264,36 @@ async def test_a_bug_is_ours_and_tells_nothing(tmp_path: Path, caplog: pytest.Lo
         assert "a secret" in caplog.text
         status, code, message = await server.error("GET", f"/v1/sandboxes/{info.id}/usage")
         assert (status, code, message) == (500, "internal", "the disk is on fire")
+
+
+async def test_a_bug_has_the_form_of_the_family(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(tmp_path, Broken) as server:
+        box = (await sandbox(server)).id
+        named = {"e2b_sandbox_id": box, "x_access_token": server.key, "x_api_key": server.key}
+
+        async def asked(path: str, body: bytes, media: str = "application/json") -> tuple[int, bytes]:
+            status, _, answer = await server.raw("POST", path, body, content_type=media, x_request_id="r-18", **named)
+            assert b"r-18" in answer
+            assert b"secret" not in answer
+            return status, answer
+
+        status, answer = await asked(f"/sandboxes/{box}/timeout", b'{"timeout": 9}')
+        body = json.loads(answer)
+        assert (status, body["code"]) == (500, 500)
+        status, answer = await asked("/process.Process/List", b"{}")
+        body = json.loads(answer)
+        assert (status, body["code"]) == (500, "internal")
+        start = b'{"process": {"cmd": "true"}}'
+        envelope = b"\0" + len(start).to_bytes(4, "big") + start
+        status, answer = await asked("/process.Process/Start", envelope, "application/connect+json")
+        assert (status, answer[0]) == (200, 2)
+        assert json.loads(answer[5:])["error"]["code"] == "internal"
+        status, answer = await asked("/files?path=/a", b"x", "application/octet-stream")
+        assert (status, json.loads(answer)["code"]) == (500, 500)
+        status, answer = await asked(f"/swerex/{box}/execute", b'{"command": "true"}')
+        told = json.loads(answer)["swerexception"]
+        assert (status, told["extra_info"]["code"], told["extra_info"]["infra"]) == (511, "internal", True)
+    assert [record.exc_info is not None for record in caplog.records if record.name == "dsec.api"] == [True] * 5
 
 
 async def test_a_path_that_is_not_ascii(server: Served) -> None:

@@ -81,14 +81,14 @@ class Api:
         except ClientGone:
             pass
         except Exception:  # noqa: BLE001 (the last resort: answered, logged, counted as ours)
-            self.metrics.errors[Internal.code] += 1
-            _log.exception("request %s: %s %s failed", x.request_id.decode("latin-1"), scope["method"], scope["path"])
-            await x.fail(
-                Internal(
-                    "a bug in the server",
-                    remedy=f"report it with the server's log of request {x.request_id.decode('latin-1')}",
-                )
-            )
+            await x.fail(self._bug(x))
+
+    def _bug(self, x: Exchange) -> Internal:
+        """The exception that is being handled, counted, logged, and as what the caller is told."""
+        request_id = x.request_id.decode("latin-1")
+        self.metrics.errors[Internal.code] += 1
+        _log.exception("request %s: %s %s failed", request_id, x.scope["method"], x.scope["path"])
+        return Internal("a bug in the server", remedy=f"report it with the server's log of request {request_id}")
 
     def _note(self, x: Exchange, error: DsecError) -> None:
         """Errors are counted; those of the platform are in the log too."""
@@ -129,10 +129,10 @@ class Api:
                 await builds.build(self._builds, x)
                 return
         elif self._e2b.claims(raw):
-            await self._e2b(x, raw)
+            await self._foreign(self._e2b, x, raw)
             return
         elif self._swerex.claims(raw):
-            await self._swerex(x, raw)
+            await self._foreign(self._swerex, x, raw)
             return
         elif raw == "/openapi.json":
             x.only("GET")
@@ -154,6 +154,15 @@ class Api:
         await self._control(scope, x.next_message, _stamped(x))  # type: ignore[arg-type]
         if x.failed is not None:
             self._note(x, x.failed)
+
+    async def _foreign(self, family: E2b | Swerex, x: Exchange, raw: str) -> None:
+        """A call of another's client, whose bugs of ours have that family's form too."""
+        try:
+            await family(x, raw)
+        except (DsecError, ClientGone):
+            raise
+        except Exception:  # noqa: BLE001 (as in `__call__`)
+            await family.fail(x, raw, self._bug(x))
 
     async def _sandbox(self, sandbox_id: str, rest: str, x: Exchange) -> bool:
         """Calls on one sandbox; False: not a hot one."""
@@ -243,7 +252,7 @@ class Api:
             await verbs[kind[7:]](x)
         elif kind == "environments" and len(rest) == 1:
             await layers.environment(x, unquote(rest[0]))
-        elif kind == "environments" and not rest and x.scope["method"] == "POST":
+        elif kind == "environments" and not rest and x.scope["method"] != "GET":
             await layers.create_environment(x)
         else:
             return False

@@ -11,14 +11,14 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from dsec.api.exchange import Exchange
 from dsec.edge.client import EdgeClient
-from dsec.errors import DsecError, EnvironmentNotFound, ErrorBody, Internal, InvalidRequest, NotFound
+from dsec.errors import DsecError, EnvironmentNotFound, ErrorBody, Internal, InvalidRequest, NotFound, PermissionDenied
 from dsec.spec.sandbox import NAME_PATTERN, Name
 from dsec.spec.snapshots import SnapshotRequest
 from dsec.store.environments import Environment
@@ -32,6 +32,8 @@ from dsec.store.snapshots import pack
 
 _NDJSON, _TAR = b"application/x-ndjson", b"application/x-tar"
 _EVERY_S = 0.1
+OPERATOR = "default"
+"""The node's own project, whose key its server writes for this machine."""
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$"
 LayerNameText = Annotated[str, Meta(pattern=LAYER_NAME, description="NAME@VERSION")]
 Reference = Annotated[str, Meta(min_length=1, max_length=250, description="NAME@VERSION, or a digest")]
@@ -51,6 +53,21 @@ class ImportRequest(Struct, frozen=True, forbid_unknown_fields=True):
     credentials: Annotated[str, Meta(max_length=4096)] | None = None
     """`user:password` for the registry."""
     readers: Readers = []
+
+
+class UploadArguments(Struct, frozen=True):
+    """Of the query of `POST /v1/layers:upload`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=250, examples=["tools@1.0"])]
+    """Of the layer, or of the environment that an image becomes."""
+    form: Literal["tree", "image"] = "tree"
+    kind: LayerKind = "workspace"
+    at: Annotated[str, Meta(pattern="^/", examples=["/opt/tools"])] = "/"
+    """Where a tree is placed."""
+    tag: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    """Of an image, where the archive has several."""
+    platform: Annotated[str, Meta(min_length=1, max_length=100, examples=["linux/arm64"])] | None = None
+    reader: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
 
 class MergeRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,14 +191,15 @@ class Layers:
     async def upload(self, x: Exchange) -> None:
         """POST /v1/layers:upload"""
         x.only("POST")
-        x.check_query("form", "name", "kind", "at", "tag", "platform", "reader")
+        x.check_query(*UploadArguments.__struct_fields__)
         project = x.project()
-        form, kind = _form(x.text("form") or "tree"), _kind(x.text("kind") or "workspace")
-        name = x.text("name") or ""
-        readers = [x.text("reader") or ""] if x.text("reader") else []
-        at, tag = x.text("at") or "/", x.text("tag")
-        platform = parse_platform(x.text("platform") or "") if x.text("platform") else host_platform()
-        pattern = NAME_PATTERN if form == "image" else LAYER_NAME
+        try:
+            given = msgspec.convert({each: x.text(each) for each in x.query}, UploadArguments)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error)) from None
+        name, readers = given.name, [given.reader] if given.reader else []
+        platform = parse_platform(given.platform) if given.platform else host_platform()
+        pattern = NAME_PATTERN if given.form == "image" else LAYER_NAME
         if re.search(pattern, name) is None:
             raise InvalidRequest(f"not a name: {name[:200]!r}", remedy=f"It has to match {pattern}.", field="name")
         with self._service.layers.scratch() as scratch:
@@ -189,12 +207,12 @@ class Layers:
             await self._service.spool(x.chunks(), path)
 
             async def work(progress: Progress) -> dict[str, Any]:
-                if form == "image":
+                if given.form == "image":
                     then = self._named(project, name, "", readers)
-                    found = await self._service.import_archive(path, platform, then, progress, tag=tag)
+                    found = await self._service.import_archive(path, platform, then, progress, tag=given.tag)
                     return _imported(found, name)
                 meta = await self._service.build_archive(
-                    path, kind, self._layer_named(project, name, readers), progress, at=at
+                    path, given.kind, self._layer_named(project, name, readers), progress, at=given.at
                 )
                 return {"layer": meta.digest, "name": name, "size_bytes": meta.size_bytes}
 
@@ -218,7 +236,11 @@ class Layers:
         """POST /v1/layers:gc"""
         x.only("POST")
         x.check_query()
-        x.project()
+        if x.project() != OPERATOR:  # what is deleted was made, and may be named again soon, by any project
+            raise PermissionDenied(
+                "what no name stands for is the node's, not one project's",
+                remedy=f"Use a key of the project {OPERATOR!r}.",
+            )
 
         async def work(progress: Progress) -> dict[str, Any]:
             return {"freed_bytes": await self._service.collect(progress)}
@@ -226,7 +248,8 @@ class Layers:
         await _stream(x, work)
 
     async def create_environment(self, x: Exchange) -> None:
-        """POST /v1/environments"""
+        """POST /v1/environments; `dsec.api.control` has GET"""
+        x.only("GET", "POST")
         x.check_query()
         project = x.project()
         request = x.decode(_ENVIRONMENT, await x.body())
@@ -269,20 +292,6 @@ class Layers:
             self._service.environments.name_layer(name, meta.digest, project=project, readers=readers)
 
         return put
-
-
-def _form(text: str) -> str:
-    if text not in ("tree", "image"):
-        raise InvalidRequest("form is `tree` or `image`", field="form")
-    return text
-
-
-def _kind(text: str) -> Kind:
-    try:
-        kind: Kind = msgspec.convert(text, Kind)
-    except msgspec.ValidationError:
-        raise InvalidRequest(f"not a kind of layer: {text[:50]!r}", field="kind") from None
-    return kind
 
 
 _IMPORT = msgspec.json.Decoder(ImportRequest)

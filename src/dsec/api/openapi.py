@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 from litestar import Litestar
+from msgspec import Struct
 
 from dsec.api.calls import CALLS, JSON, Call
 from dsec.api.e2b.calls import CALLS as E2B_CALLS
 from dsec.api.e2b.models import RestError, RpcFailure
 from dsec.api.exec import Started
+from dsec.api.layer_calls import CALLS as LAYER_CALLS
 from dsec.api.swerex_calls import CALLS as SWEREX_CALLS
 from dsec.api.swerex_wire import Failure, Refusal
 from dsec.errors import BY_CODE, ErrorBody
@@ -24,7 +26,7 @@ from dsec.wire.connect import Code
 from dsec.wire.exec_stream import MEDIA_TYPE
 
 _REF = "#/components/schemas/{name}"
-_ALL = (*CALLS, *E2B_CALLS, *SWEREX_CALLS)
+_ALL = (*CALLS, *LAYER_CALLS, *E2B_CALLS, *SWEREX_CALLS)
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a sandbox's token"},
     "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "E2B's and SWE-ReX's clients"},
@@ -52,7 +54,7 @@ _ERRORS: dict[str, tuple[dict[int, str], tuple[type, ...]]] = {
         (RpcFailure, RestError),
     ),
     "swerex": (
-        {**{status: _OURS[status] for status in (401, 403, 404, 405, 500)}, 511: "an exception to be raised"},
+        {**{status: _OURS[status] for status in (401, 403, 404, 405)}, 511: "an exception to be raised"},
         (Failure, Refusal),
     ),
 }
@@ -110,14 +112,14 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 def _errors(family: str) -> dict[str, Any]:
     statuses, kinds = _ERRORS[family]
     return {
-        str(status): {"description": description, "content": {JSON: {"schema": _any(kinds, status)}}}
+        str(status): {"description": description, "content": {JSON: {"schema": _any(kinds)}}}
         for status, description in sorted(statuses.items())
     }
 
 
-def _any(kinds: tuple[type, ...], status: int) -> dict[str, Any]:
-    """One of these forms; a bug of ours has ours in every family."""
-    forms = [_schema(kind) for kind in ((*kinds, ErrorBody) if status == 500 else kinds)]
+def _any(kinds: tuple[type, ...]) -> dict[str, Any]:
+    """One of these forms."""
+    forms = [_schema(kind) for kind in kinds]
     return forms[0] if len(forms) == 1 else {"anyOf": forms}
 
 
@@ -162,4 +164,11 @@ def _operation(call: Call) -> dict[str, Any]:
 
 
 def _parameter(name: str, where: str, kind: Any, required: bool) -> dict[str, Any]:
-    return {"name": name, "in": where, "required": required, "schema": _schema(kind)}
+    """Values that are no plain ones are JSON."""
+    schema = _schema(kind)
+    form = {"content": {JSON: {"schema": schema}}} if _is_struct(kind) else {"schema": schema}
+    return {"name": name, "in": where, "required": required, **form}
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)

@@ -119,10 +119,16 @@ class Swerex:
             await x.drain()
             await x.answer(error.http_status, Refusal(str(error)), *headers_of(error))
         except DsecError as error:
-            if x.began:
-                raise
-            await x.drain()
-            await x.answer(511, as_swerex(error).body())
+            await self.fail(x, raw, error)
+
+    @staticmethod
+    async def fail(x: Exchange, raw: str, error: DsecError) -> None:
+        """An error as the exception that the client raises."""
+        if x.began:
+            await x.cut()
+            return
+        await x.drain()
+        await x.answer(511, as_swerex(error).body())
 
     def _admit(self, x: Exchange, raw: str) -> tuple[str, str]:
         edge = self._edge

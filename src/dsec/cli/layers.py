@@ -158,7 +158,7 @@ def remove(name: str) -> None:
 @layer.command("gc")
 @json_option
 def collect(as_json: bool) -> None:
-    """Delete layers without a name that no sandbox stands on."""
+    """Delete layers without a name that no sandbox stands on. With a key of the project `default`."""
     with Steps() as steps:
         freed = _run(lambda client: client.catalog.collect(on_step=steps.show))
     if wants_json(as_json):

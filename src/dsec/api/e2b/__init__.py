@@ -35,6 +35,7 @@ __all__ = ["E2b", "E2bConfig"]
 
 _CONTROL = frozenset({"sandboxes", "templates", "snapshots", "volumes", "secrets"})
 _DATA = frozenset({"files", "health", "process.Process", "filesystem.Filesystem"})
+_UPLOAD = ["templates", "files"]
 
 
 class E2b:
@@ -90,14 +91,25 @@ class E2b:
         except DsecError as error:
             await errors.fail_rest(x, error)
 
+    async def fail(self, x: Exchange, raw: str, error: DsecError) -> None:
+        """An error of a request that `claims` took, as the answer in the form that the client reads there."""
+        name = raw[1:]
+        if name in self._streams:
+            await rpc.fail_stream(x, error)
+        elif name in self._unary:
+            await errors.fail_unary(x, error)
+        else:
+            data = name.partition("/")[0] in _DATA
+            await (errors.fail_data if data else errors.fail_rest)(x, error)
+
     # --- control plane ---
 
     async def _rest(self, call: Call, first: str, rest: str) -> None:
         parts = [unquote(part) for part in ([first, *rest.split("/")] if rest else [first])]
         if parts[0] in ("v2", "v3"):
             parts = parts[1:]
-        if call.method == "PUT" and parts[0] == "templates" and self._templates is not None:
-            await self._upload(self._templates, call, parts)
+        if call.method == "PUT" and self._templates is not None and len(parts) == 4 and parts[::2] == _UPLOAD:
+            await self._templates.receive(call, parts[3])  # by the ticket in its URL alone: the client sends no key
             return
         principal = call.project(self._edge)
         if (
@@ -131,24 +143,23 @@ class E2b:
                 raise NotFound(f"no such path: {call.x.scope['path']}")
 
     @staticmethod
-    async def _upload(templates: Templates, call: Call, parts: list[str]) -> None:
-        """By the ticket in its URL alone: the client sends no key."""
-        if len(parts) != 4 or parts[2] != "files":
-            raise NotFound(f"no such path: {call.x.scope['path']}")
-        await templates.receive(call, parts[3])
-
-    @staticmethod
     async def _template(templates: Templates, call: Call, parts: list[str], principal: Principal) -> bool:
-        match call.method, parts:
-            case "POST", ["templates"]:
+        method, x = call.method, call.x
+        match parts:
+            case ["templates"] if method != "GET":
+                x.only("POST")
                 await templates.request(call, principal)
-            case "GET", ["templates", template, "files", digest]:
+            case ["templates", template, "files", digest]:
+                x.only("GET", "PUT")
                 await templates.link(call, template, digest, principal)
-            case "POST", ["templates", _, "builds", build]:
+            case ["templates", _, "builds", build]:
+                x.only("POST")
                 await templates.start(call, build, principal)
-            case "GET", ["templates", _, "builds", build, "status"]:
+            case ["templates", _, "builds", build, "status"]:
+                x.only("GET")
                 await templates.status(call, build, principal)
-            case "DELETE", ["templates", template] if template not in ("tags", "aliases"):
+            case ["templates", template] if template not in ("tags", "aliases") and method not in ("GET", "PATCH"):
+                x.only("DELETE")
                 await templates.remove(call, template, principal)
             case _:
                 return False
@@ -179,6 +190,8 @@ class E2b:
     async def _data(self, call: Call, first: str, rest: str) -> None:
         x = call.x
         try:
+            if rest and first in ("files", "health"):
+                raise NotFound(f"no such path: {x.scope['path']}")
             if first == "files":
                 await self._file(call)
                 return

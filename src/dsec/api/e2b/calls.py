@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from dsec.api.calls import FORM, JSON, OCTETS, Call
-from dsec.api.e2b import filesystem, models, network, process, watchers
+from dsec.api.calls import FORM, JSON, OCTETS, Call, Offset
+from dsec.api.e2b import filesystem, models, network, process, templates, watchers
 from dsec.api.exchange import MAX_INT
 
 _TARGET = {"E2b-Sandbox-Id": Annotated[str, Meta(min_length=1)], "E2b-Sandbox-Port": Literal["49983"]}
 _ONE = "/sandboxes/{sandbox_id}"
+_FILES = "/templates/{template}/files/{digest}"
 _KEY = ("apiKey", "bearer")
 _TOKEN = ("accessToken", "apiKey")
 _Instant = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
@@ -93,6 +94,7 @@ CALLS = (
     _rest("delete", _ONE, "end a sandbox"),
     _connection(f"{_ONE}/connect"),
     _connection(f"/v2{_ONE}/connect"),
+    _connection(f"{_ONE}/resume"),
     _rest(
         "put",
         f"{_ONE}/network",
@@ -109,6 +111,50 @@ CALLS = (
         gives=(JSON, list[models.Sample]),
     ),
     _rest("get", "/templates/aliases/{name}", "whether there is a template", gives=(JSON, models.TemplateAlias)),
+    _rest(
+        "post",
+        "/v3/templates",
+        "begin a template's build",
+        takes=((JSON, templates.NewTemplate),),
+        example={"name": "built"},
+        gives=(JSON, templates.Requested),
+        statuses=(202,),
+    ),
+    _rest("delete", "/templates/{template}", "forget a template, all its tags"),
+    _rest(
+        "get",
+        _FILES,
+        "where an archive of a build's files is to be put",
+        gives=(JSON, templates.FileLink),
+        statuses=(201,),
+    ),
+    Call(
+        method="put",
+        path=_FILES,
+        summary="E2B: an archive of a build's files; a ticket stands in for the key",
+        family="e2b",
+        security=(),
+        arguments={"ticket": Annotated[str, Meta(min_length=1)]},
+        required=("ticket",),
+        takes=((OCTETS, None),),
+        gives=(JSON, process.Nothing),
+    ),
+    _rest(
+        "post",
+        "/v2/templates/{template}/builds/{build}",
+        "start a template's build",
+        takes=((JSON, templates.StartBuild),),
+        example={"fromTemplate": "base", "steps": [{"type": "RUN", "args": ["true"]}]},
+        gives=(JSON, process.Nothing),
+        statuses=(202,),
+    ),
+    _rest(
+        "get",
+        "/templates/{template}/builds/{build}/status",
+        "how a template's build goes",
+        arguments={"logsOffset": Offset, "limit": _Limit, "level": str},
+        gives=(JSON, templates.BuildStatus),
+    ),
     Call(
         method="get",
         path="/health",
