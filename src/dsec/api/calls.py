@@ -20,6 +20,7 @@ from dsec.edge.kept import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.grading import Verdict, VerifySpec
 from dsec.spec.sandbox import ExecSpec, FileInfo, Key, PtySize, SandboxInfo
 from dsec.spec.sessions import (
     SessionCommand,
@@ -142,6 +143,13 @@ CALLS = (
         summary="Run a command in each of many sandboxes; a line a command, as it ends; bytes are base64",
         takes=((JSON, ExecBatch),),
         gives=(NDJSON, ExecResult),
+    ),
+    Call(
+        method="post",
+        path=f"{_ONE}/verify",
+        summary="Judge what was changed, in fresh sandboxes that the agent never touched; bytes are base64",
+        takes=((JSON, VerifySpec),),
+        gives=(JSON, Verdict),
     ),
     Call(
         method="get",
