@@ -25,6 +25,7 @@ from dsec.store.environments import EnvironmentStore
 from dsec.store.service import LayerService
 
 T = TypeVar("T")
+ENVIRONMENTS = [EnvironmentInfo("base", ["0123456789abcdef"])]
 
 
 class Served:
@@ -46,7 +47,7 @@ class Served:
         await self.server.stop()
         await self.edge.close(keep=True)
         self.edge = await self.kit.open()
-        self.server = ApiServer(make_api(self.kit.root, self.edge), "127.0.0.1", port, grace_s=0.5)
+        self.server = ApiServer(Api(self.edge), "127.0.0.1", port, grace_s=0.5)
         await self.server.start()
 
     async def raw(
@@ -98,16 +99,17 @@ def unchunked(data: bytes) -> bytes:
 
 
 def make_api(root: Path, edge: Any) -> Api:
-    """The application with all its parts; layers are real, sandboxes are not."""
-    environments = [EnvironmentInfo("base", ["0123456789abcdef"])]
+    """The application with all its parts: layers are real, sandboxes are not."""
     layers = LayerService(EnvironmentStore(root / "layers"))
+    for name in ("base", "other"):
+        layers.environments.put(name, ())
 
     def written(sandbox_id: str) -> tuple[Path, int]:
         return root / "written" / sandbox_id, 0
 
     return Api(
         edge,
-        environments=lambda project: environments,
+        environments=lambda project: ENVIRONMENTS,
         layers=layers,
         builder=BuildService(layers, edge, written),
         verifier=Verifier(
@@ -121,12 +123,16 @@ def make_api(root: Path, edge: Any) -> Api:
 
 
 @asynccontextmanager
-async def served(root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edge) -> AsyncIterator[Served]:
-    """`edge_type`: wraps the edge that the API sees."""
+async def served(
+    root: Path, edge_type: Callable[[Edge], Any] = lambda edge: edge, *, whole: bool = False
+) -> AsyncIterator[Served]:
+    """`edge_type`: wraps the edge that the API sees. `whole`: with layers, builds and verification."""
     kit = Kit(root)
     edge = await kit.open()
     key = await edge.create_key("project", "test")
-    server = ApiServer(make_api(root, edge_type(edge)), "127.0.0.1", 0, grace_s=0.5)
+    seen = edge_type(edge)
+    api = make_api(root, seen) if whole else Api(seen, environments=lambda project: ENVIRONMENTS)
+    server = ApiServer(api, "127.0.0.1", 0, grace_s=0.5)
     await server.start()
     served = Served(kit, edge, server, key)
     try:

@@ -17,7 +17,7 @@ from dsec.api.layers import OPERATOR
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Served]:
-    async with served(tmp_path) as server:
+    async with served(tmp_path, whole=True) as server:
         yield server
 
 

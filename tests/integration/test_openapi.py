@@ -18,7 +18,7 @@ from openapi_kit import Target, attack
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Served]:
-    async with served(tmp_path) as server:
+    async with served(tmp_path, whole=True) as server:
         yield server
 
 

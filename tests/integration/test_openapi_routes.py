@@ -30,7 +30,7 @@ _VERSION = re.compile(r"^/v[23](?=/)")
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Served]:
-    async with served(tmp_path) as server:
+    async with served(tmp_path, whole=True) as server:
         yield server
 
 
