@@ -21,6 +21,7 @@ from dsec.edge.observed import Readiness
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.grading import Verdict, VerifySpec
+from dsec.spec.judging import JudgeLine, JudgeSpec
 from dsec.spec.sandbox import ExecSpec, FileInfo, Key, PtySize, SandboxInfo
 from dsec.spec.sessions import (
     SessionCommand,
@@ -150,6 +151,13 @@ CALLS = (
         summary="Judge what was changed, in fresh sandboxes that the agent never touched; bytes are base64",
         takes=((JSON, VerifySpec),),
         gives=(JSON, Verdict),
+    ),
+    Call(
+        method="post",
+        path="/v1/judge",
+        summary="Judge a program by test cases; a line a case as it ends, the verdict last",
+        takes=((JSON, JudgeSpec),),
+        gives=(NDJSON, JudgeLine),
     ),
     Call(
         method="get",
