@@ -12,6 +12,7 @@ from dsec.edge.client import Principal
 from dsec.edge.node import Edge
 from dsec.errors import Conflict, Internal, SandboxNotFound
 from dsec.plan.divergence import differ
+from dsec.spec.events import EventType
 from dsec.spec.sandbox import ExecSpec, State
 from dsec.spec.trajectory import RebuildRequest, Rebuilt
 
@@ -97,6 +98,13 @@ async def test_content_that_was_too_long_is_said_to_be_missing(edge: Edge) -> No
     found = await rebuild(edge, box)
     assert found.diverged is not None
     assert (found.diverged.what, found.diverged.expected) == ("not_kept", "3145728 bytes of /tmp/big")
+
+
+async def test_a_fork_is_not_made_from_its_own_log_alone(edge: Edge) -> None:
+    box = (await edge.create(spec(), project="p")).sandbox.id
+    edge._events.add(box, EventType.FORKED, {"parent": "parent1"})
+    with pytest.raises(Conflict, match="parent1"):
+        await rebuild(edge, box)
 
 
 async def test_nothing_is_made_from_a_log_that_was_changed(edge: Edge) -> None:

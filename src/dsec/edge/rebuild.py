@@ -250,6 +250,12 @@ def chain_of(lines: list[bytes], sandbox_id: str) -> list[Entry]:
         raise Conflict(f"the trajectory of {sandbox_id} doesn't hold: {error}") from error
     if not entries or entries[0].type != EntryType.CREATE:
         raise InvalidRequest(f"sandbox {sandbox_id} has no trajectory to rebuild it from")
+    parent = next((each.data["parent"] for each in entries if each.type == "forked" and "parent" in each.data), None)
+    if parent is not None:
+        raise Conflict(
+            f"sandbox {sandbox_id} began with the files of {parent}, of which it was forked",
+            remedy="Rebuild that one, fork it, and repeat what was done to this one.",
+        )
     return entries
 
 
