@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RUN_BYTES = 1 << 20
 """One request to the store asks for no more."""
-STREAMS = 4
+STREAMS = 8
 """Requests of a prefetch at the same time; reads that wait are not counted."""
 _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.05

@@ -134,18 +134,21 @@ class Filler:
         if not is_layer(layer):
             raise InvalidRequest(f"not a layer's digest: {layer[:80]!r}")
         async with self._attaching.setdefault(layer, asyncio.Lock()):
+            served = self._served.get(layer)
+            trace: list[int] = []
             if not self.cache.path(layer).exists():
-                await self._begin(layer)
+                trace, _ = await asyncio.gather(load_trace(self._store, layer), self._begin(layer))
+            elif served is None or (served.recorder is None and served.cached.missing):
+                trace = await load_trace(self._store, layer)
             served = self._serve(layer)
             served.users = True
             if not served.cached.missing:
                 self._finish(served)  # it is mounted where reads don't ask: it must not be emptied
-            if served.recorder is None and served.cached.missing:
-                trace = await load_trace(self._store, served.cached)
-                if trace:
-                    self.fetcher.begin(served.cached, trace, background=True)
-                else:
-                    served.recorder = Recorder(self._clock)
+            elif trace:
+                count = len(served.cached.chunks)
+                self.fetcher.begin(served.cached, [index for index in trace if index < count], background=True)
+            elif served.recorder is None:
+                served.recorder = Recorder(self._clock)
         cached = served.cached
         return {
             "metadata_bytes": cached.manifest.metadata_bytes,

@@ -46,11 +46,11 @@ class Recorder:
             await store.put_if_absent(trace_key(cached.layer), struct.pack(f"<{len(self._order)}I", *self._order))
 
 
-async def load_trace(store: BlobStore, cached: CachedLayer) -> list[int]:
-    """The chunks to fetch first; empty where nobody recorded any. Raises `Unavailable`."""
+async def load_trace(store: BlobStore, layer: str) -> list[int]:
+    """The chunks to fetch first; empty where nobody recorded any. They may be none of the layer's. Raises
+    `Unavailable`."""
     try:
-        data = await store.get(trace_key(cached.layer), 0, 4 * MOST)
+        data = await store.get(trace_key(layer), 0, 4 * MOST)
     except NotFound:
         return []
-    indexes = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
-    return [index for index in indexes if index < len(cached.chunks)]
+    return list(struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4]))
