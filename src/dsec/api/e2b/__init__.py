@@ -180,7 +180,13 @@ class E2b:
             case "network":
                 call.x.only("PUT")
                 await control.set_network(call, sandbox_id, principal)
-            case "pause" | "fork" | "snapshots" | "logs":
+            case "pause":
+                call.x.only("POST")
+                await control.pause(call, sandbox_id)
+            case "fork":
+                call.x.only("POST")
+                await control.fork(call, sandbox_id)
+            case "snapshots" | "logs":
                 await control.later(call, verb)
             case _:
                 raise NotFound(f"no such path: {call.x.scope['path']}")

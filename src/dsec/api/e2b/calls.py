@@ -102,6 +102,16 @@ CALLS = (
         takes=((JSON, network.NetworkUpdate),),
         optional=True,
     ),
+    _rest("post", f"{_ONE}/pause", "freeze a sandbox; 409: it is paused"),
+    _rest(
+        "post",
+        f"{_ONE}/fork",
+        "children that begin with a sandbox's files",
+        takes=((JSON, models.Fork),),
+        optional=True,
+        gives=(JSON, list[models.Forked]),
+        statuses=(201,),
+    ),
     _rest("post", f"{_ONE}/timeout", "a sandbox's end, from now", takes=((JSON, models.SetTimeout),)),
     _rest(
         "get",

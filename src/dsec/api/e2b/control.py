@@ -30,7 +30,7 @@ from dsec.api.e2b.signatures import Signatures
 from dsec.api.e2b.starting import Starter
 from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import EdgeClient, Principal
-from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxNotFound
+from dsec.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, SandboxNotFound
 from dsec.spec.network import Network
 from dsec.spec.sandbox import SandboxInfo, State
 from dsec.store.format import ImageConfig
@@ -40,6 +40,7 @@ _PAGE = 1000
 _READINGS = 16_384
 _SOON_S = 0.001
 
+_fork = msgspec.json.Decoder(models.Fork)
 _connect = msgspec.json.Decoder(models.Connect)
 _timeout = msgspec.json.Decoder(models.SetTimeout)
 _network = msgspec.json.Decoder(NetworkUpdate)
@@ -94,9 +95,36 @@ class Control:
         x = call.x
         request = x.decode(_connect, await x.body() or b"{}")
         info = self._running(sandbox_id)
+        if info.state is State.PAUSED:
+            info = await self._edge.resume(sandbox_id)
         if info.expires_at is not None and request.timeout and time.time() + request.timeout > info.expires_at:
             info = await self._edge.renew(sandbox_id, float(request.timeout))
         await x.answer(200, self._opened(call, info))
+
+    async def pause(self, call: Call, sandbox_id: str) -> None:
+        """POST /sandboxes/{id}/pause: 409 where it is paused. Memory is kept, whatever `memory` says."""
+        x = call.x
+        await x.drain()
+        if self._running(sandbox_id).state is State.PAUSED:
+            raise Conflict(f"sandbox {sandbox_id} is already paused")
+        await self._edge.pause(sandbox_id)
+        await x.empty()
+
+    async def fork(self, call: Call, sandbox_id: str) -> None:
+        """POST /sandboxes/{id}/fork: children with its files; memory isn't kept."""
+        x = call.x
+        request = x.decode(_fork, await x.body() or b"{}")
+        self._running(sandbox_id)
+        found = []
+        for item in await self._edge.fork(sandbox_id, request.count):
+            if item.sandbox is not None:
+                info = item.sandbox
+                if request.timeout is not None:
+                    info = await self._edge.renew(info.id, float(request.timeout))
+                found.append(models.Forked(sandbox=self._opened(call, info)))
+            elif item.error is not None:
+                found.append(models.Forked(error=models.RestError(500, item.error.message, item.error.code)))
+        await x.answer(201, found)
 
     def _opened(self, call: Call, info: SandboxInfo) -> models.Opened:
         """What creator and connecting client are told."""
@@ -179,7 +207,8 @@ class Control:
         states = x.value("state", str, "running").split(",")
         if not set(states) <= {"running", "paused"}:
             raise InvalidRequest("state is running, paused, or both with a comma")
-        found = await self._matching(call, principal) if "running" in states else []
+        ours = [State.RUNNING] * ("running" in states) + [State.PAUSED] * ("paused" in states)
+        found = await self._matching(call, principal, ours)
         found.sort(key=_by_start, reverse=order == "desc")
         token = x.text("nextToken")
         if token:
@@ -225,7 +254,7 @@ class Control:
             raise SandboxNotFound(f"sandbox {sandbox_id} is not running: it is {info.state.value}")
         return info
 
-    async def _matching(self, call: Call, principal: Principal) -> list[SandboxInfo]:
+    async def _matching(self, call: Call, principal: Principal, states: Sequence[State]) -> list[SandboxInfo]:
         x = call.x
         labels = {unquote(k): unquote(v) for k, v in parse_qsl(x.text("metadata") or "", keep_blank_values=True)}
         template = x.text("template")
@@ -235,7 +264,7 @@ class Control:
         cursor: str | None = None
         while True:
             page = await self._edge.list_sandboxes(
-                principal.project, states=(State.RUNNING,), labels=labels, limit=_PAGE, after=cursor
+                principal.project, states=states, labels=labels, limit=_PAGE, after=cursor
             )
             found += [
                 info
@@ -248,8 +277,6 @@ class Control:
 
 
 _LATER = {
-    "pause": "pausing a sandbox",
-    "fork": "forking a sandbox",
     "snapshots": "snapshots",
     "templates": "building templates",
     "volumes": "volumes",

@@ -89,8 +89,6 @@ def new_sandbox(data: bytes) -> NewSandbox:
 
 def spec_of(new: NewSandbox, config: E2bConfig, network: Network) -> SandboxSpec:
     """The sandbox that a creation asks for. Raises `Unsupported`, `InvalidRequest`."""
-    if new.auto_pause or (new.auto_resume is not None and new.auto_resume.enabled):
-        raise _later("pausing at the timeout (autoPause, autoResume)")
     for name, value in (("mcp", new.mcp), ("iam", new.iam), ("volumeMounts", new.volume_mounts)):
         if value:
             raise _later(name)
@@ -101,6 +99,7 @@ def spec_of(new: NewSandbox, config: E2bConfig, network: Network) -> SandboxSpec
             {
                 "environment": config.environment(new.template_id),
                 "ttl_s": float(new.timeout),
+                "on_ttl": "pause" if new.auto_pause else "end",
                 "command_timeout_s": None,
                 "labels": new.metadata or {},
                 "env": new.env_vars or {},
@@ -174,6 +173,20 @@ class Listed(Struct, frozen=True, kw_only=True, rename=_initials, omit_defaults=
     metadata: dict[str, str]
 
 
+class Fork(Struct, rename="camel", kw_only=True):
+    """Body of a fork."""
+
+    count: Annotated[int, Meta(ge=1, le=256)] = 1
+    timeout: Annotated[int, Meta(ge=1, le=366 * 86400)] | None = None
+
+
+class Forked(Struct, frozen=True, omit_defaults=True):
+    """One child, or why there is none."""
+
+    sandbox: Opened | None = None
+    error: RestError | None = None
+
+
 class Lifecycle(Struct, frozen=True, rename="camel"):
     on_timeout: str = "kill"
     auto_resume: bool = False
@@ -242,7 +255,7 @@ def detailed(info: SandboxInfo, token: str, config: E2bConfig, network: Network)
         **_listed(info),
         envd_access_token=token,
         allow_internet_access=network.get("internet", False) is not False,
-        lifecycle=Lifecycle(),
+        lifecycle=Lifecycle("pause" if info.spec.on_ttl == "pause" else "kill", auto_resume=True),
         domain=config.domain,
     )
 
@@ -259,14 +272,14 @@ def _listed(info: SandboxInfo) -> dict[str, Any]:
         "cpu_count": math.ceil(info.spec.cpus),
         "memory_mb": info.spec.memory_bytes // MIB,
         "disk_size_mb": info.spec.disk_bytes // MIB,
-        "state": "running",
+        "state": "paused" if info.state is State.PAUSED else "running",
         "metadata": info.spec.labels,
     }
 
 
 def alive(info: SandboxInfo) -> bool:
-    """Whether E2B would say that it is running."""
-    return info.state is State.RUNNING
+    """Whether E2B would say that it is running, or paused."""
+    return info.state in (State.RUNNING, State.PAUSED)
 
 
 def timestamp(seconds: float) -> str:
