@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from dsec.kernel import btrfs, idmap, loop, mounts, syscalls
+from dsec.kernel import btrfs, idmap, loop, mounts, syscalls, zram
 from dsec.kernel.mounts import ErofsMount
 from dsec.kernel.probes import Missing, need_program, probe
 from dsec.kernel.syscalls import KernelError
@@ -162,3 +162,15 @@ def _fanotify(place: Path) -> str:
     finally:
         os.close(fd)
     return "events before reads"
+
+
+@probe("swap for paused sandboxes")
+def _swap(_: Path) -> str:
+    found = zram.swaps()
+    if found:
+        return f"swap on {', '.join(found)}"
+    if zram.available():
+        return "none yet: the first pause makes compressed swap (zram)"
+    raise Missing(
+        "the host has no swap and its kernel no zram", "modprobe zram; else paused sandboxes keep their memory."
+    )

@@ -34,6 +34,11 @@ def swaps() -> list[str]:
     return [line.split()[0] for line in Path("/proc/swaps").read_text().splitlines()[1:]]
 
 
+def available() -> bool:
+    """Whether this kernel has zram."""
+    return Path("/sys/block/zram0").exists() or _CONTROL.exists()
+
+
 def default_limit() -> int:
     """What compressed swap may take on this host, in bytes."""
     return int(os.sysconf("SC_PHYS_PAGES") * _PAGE * SHARE)
@@ -76,7 +81,7 @@ def remove(name: str) -> None:
 
 def _free_device() -> int:
     """A device that nobody uses."""
-    if not Path("/sys/block/zram0").exists() and not _CONTROL.exists():
+    if not available():
         raise OSError(errno.ENODEV, "this kernel has no zram (modprobe zram)")
     with contextlib.suppress(FileNotFoundError):
         if Path("/sys/block/zram0/disksize").read_text().strip() == "0":
