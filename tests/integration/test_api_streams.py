@@ -385,7 +385,12 @@ async def test_shutdown_cuts_what_is_open_and_finishes_what_is_short(tmp_path: P
         writer.close()
 
 
-async def test_openapi_describes_every_call(server: Served, box: str) -> None:
+async def test_openapi_describes_every_call(tmp_path: Path) -> None:
+    async with served(tmp_path, whole=True) as server, server.client() as client:
+        await describes_every_call(server, (await client.create("base")).id)
+
+
+async def describes_every_call(server: Served, box: str) -> None:
     status, _, answer = await server.raw("GET", "/openapi.json", key="")
     document = json.loads(answer)
     assert status == 200

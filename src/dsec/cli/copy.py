@@ -202,11 +202,14 @@ async def _send(command: AsyncCommand, chunks: Iterator[memoryview], progress: P
     """The next piece is read while one is on its way."""
     nothing = memoryview(b"")
     reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, nothing))
-    while data := await reading:
-        reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, nothing))
-        await command.write_stdin(data)
-        progress.add(len(data))
-    await command.close_stdin()
+    try:
+        while data := await asyncio.shield(reading):
+            reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, nothing))
+            await command.write_stdin(data)
+            progress.add(len(data))
+        await command.close_stdin()
+    finally:
+        await asyncio.wait([reading])  # it counts files: whoever counts anew must not have it beside
 
 
 # --- out of a sandbox ---
