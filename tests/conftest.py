@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,7 +24,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A temporary directory of this run's own: the shared one is pruned by other runs, through mounts and all."""
+    """A temporary directory of this run's own: the shared one is pruned by other runs, through mounts and all. And an
+    interrupt interrupts, also where a shell started this in the background, which ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.basetemp is None:
         config.option.basetemp = tempfile.mkdtemp(prefix="dsec-tests-")
         config.add_cleanup(lambda: _remove(Path(config.option.basetemp)))

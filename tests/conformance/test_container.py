@@ -42,7 +42,7 @@ class ContainerFactory:
         volume = self.backend.host.volume
         make = volume.make
 
-        def fail(sandbox_id: str, disk_bytes: int, uid_base: int) -> tuple[Path, Path]:
+        def fail(sandbox_id: str, disk_bytes: int, uid_base: int, capture: str = "") -> tuple[Path, Path]:
             volume.make = make  # type: ignore[method-assign]
             make(sandbox_id, disk_bytes, uid_base)
             return make(sandbox_id, disk_bytes, uid_base)

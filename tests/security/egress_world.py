@@ -8,12 +8,14 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import dsec
+from dsec.egress.audit import BURST, WINDOW_S
 from dsec.egress.authority import Authority
 from server_kit import Server
 
@@ -241,6 +243,10 @@ def reasons(box: dsec.Sandbox, after: int, kind: str = "connection_refused") -> 
 
 
 def now(box: dsec.Sandbox) -> int:
+    """Where its events stand, with room for more that are written one by one: beyond a burst they are added up."""
+    since = time.time() - WINDOW_S
+    if sum(each.time > since for each in events(box)) > BURST // 2:
+        time.sleep(WINDOW_S + 0.5)
     return max(each.seq for each in events(box))
 
 

@@ -181,6 +181,7 @@ found.append(len(talk("little.example", {ECHO}, b"y" * 300000, end=True)))
 
 
 def test_a_change_cuts_what_is_open(there: World, box: dsec.Sandbox) -> None:
+    now(box)
     command = box.commands.start(
         [
             "python3",
