@@ -15,6 +15,7 @@ import gc
 import hashlib
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -335,11 +336,20 @@ def serve(
     config = read_config(state)
     _check_root()
     _make_state(config)
+    _raise_open_files()
     try:
         uvloop.run(_serve(config, host, port, keep=on_exit == "keep"))
     except asyncio.CancelledError:
         return 130  # stopped while it was starting
     return 0
+
+
+def _raise_open_files() -> None:
+    """A channel, and with a network two sockets, for each sandbox, and every connection: the usual 1,024 are few."""
+    for most in (1 << 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            return
 
 
 async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
