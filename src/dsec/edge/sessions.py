@@ -304,15 +304,17 @@ class Sessions:
         return why
 
     async def stop(self, sandbox_id: str, session: Session, run: Run, grace_s: float) -> None:
-        """End a command: ^C, then SIGKILL for what is in the foreground, and where that doesn't bring the prompt back
-        either, the session as a whole."""
+        """End a command: ^C, half of `grace_s` later again (a shell that is just starting a program can lose one), then
+        SIGKILL for what is in the foreground, and where that doesn't bring the prompt back either, the session as a
+        whole."""
 
         def done() -> bool:
             return run.done
 
-        await session.interrupt(run)
-        if await session.until(done, grace_s):
-            return
+        for _ in range(2):
+            await session.interrupt(run)
+            if await session.until(done, grace_s / 2):
+                return
         for _ in range(3):
             killed = await self._kill_foreground(sandbox_id, session)
             if not killed:
