@@ -39,7 +39,6 @@ async def case_lifecycle(_):
 
 
 async def case_what_is_not_there_yet_says_so(box):
-    await raises_async(SandboxException, box.pause(), "not available")
     await raises_async(SandboxException, box.create_snapshot(), "not available")
     await raises_async(SandboxException, AsyncSandbox.create(allow_internet_access=True), "internet")
 

@@ -93,11 +93,8 @@ def case_what_is_not_there_yet_says_so(box):
         assert "KeyError" not in repr(error)
 
     refused(lambda: Sandbox.create(allow_internet_access=True), "internet")
-    refused(lambda: Sandbox.create(lifecycle={"on_timeout": "pause"}))
     refused(lambda: Sandbox.create(volume_mounts={"/data": "volume"}))
-    refused(box.pause)
     refused(box.create_snapshot)
-    refused(box.fork)
     refused(lambda: Sandbox.list_snapshots().next_items())
     assert box.is_running()
 
