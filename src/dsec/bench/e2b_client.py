@@ -43,7 +43,7 @@ async def run_times(package: Path, endpoint: Endpoint, sandbox_id: str, count: i
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(_WORKER), sandbox_id, str(count),
+        sys.executable, "-P", str(_WORKER), sandbox_id, str(count),  # -P: our `copy.py` beside it is not the library's
         env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
