@@ -62,7 +62,7 @@ def test_a_sandbox_has_its_directories_and_its_limit(dirs: tuple[Path, Path]) ->
     assert (volume.kind, volume.quota) == (Kind.LOOP, True)
     upper, work = volume.make("a", 8 * MIB, BASE)
     assert (upper.stat().st_uid, upper.stat().st_gid, stat.S_IMODE(upper.stat().st_mode)) == (BASE, BASE, 0o755)
-    assert work.stat().st_uid == 0
+    assert work.stat().st_uid == BASE
     assert upper.parent == work.parent == volume.path("a")
     assert volume.list() == {"a"}
     written = fill(upper / "big")

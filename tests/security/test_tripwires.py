@@ -102,7 +102,7 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         "swe",
         DecoyRule(id="own-decoy", path="/srv/answers.txt", content="{canary}", mode="644"),
         PathRule(id="reading", paths=["/srv/secret/**"], on=["read"]),
-        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 0.3*"]),
+        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 1.3*"]),
         SIGN,
     )
     async with watched(config, *rules) as box:
@@ -142,8 +142,8 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         # programs, masks
         await box.sh("cp /usr/bin/true /tmp/nmap; /tmp/nmap")
         await box.hit("scanner", act="start", path="/tmp/nmap")
-        await box.sh("sleep 0.31")
-        assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "0.31"]
+        await box.sh("sleep 1.31")  # long enough to be looked at, whatever the machine does
+        assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "1.31"]
         await box.sh("cat /proc/keys; ls /proc/bus")
         await box.hit("masked-kernel-file", path="/proc/keys")
         await box.hit("masked-kernel-file", path="/proc/bus")
