@@ -13,16 +13,15 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
 from yarl import URL
 
 from dsec.egress.gateway import Grant
 from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidden, missing
-from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
+from dsec.egress.gateways.base import BaseGateway, Call, Shared, moment
 from dsec.egress.gateways.cache import Item
 from dsec.egress.gateways.config import Upstream, default_go
 from dsec.egress.gateways.paths import spell
-from dsec.egress.gateways.rules import Either, Rules
+from dsec.egress.gateways.rules import Either, ReleaseOptions, Rules
 from dsec.egress.gateways.semver import Rule, order
 
 HOST = "go.dsec"
@@ -34,30 +33,16 @@ _TYPES = {"info": "application/json", "mod": "text/plain; charset=utf-8", "zip":
 _LOOKUP = re.compile(r"(.+)@([^@/]+)")
 
 
-class GoOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a `go` permission may say."""
-
-    before: str | None = None
-    """Only versions that were made before it."""
-    allow: list[str] | None = None
-    """Only these modules or versions (`example.com/module`, `example.com/*`, `example.com/module@<v1.2.0`)."""
-    deny: list[str] = []
-    """Not these."""
-    within: list[str] | None = None
-    """Only these too: the definition's `allow`, where the policy has one of its own."""
+class GoOptions(ReleaseOptions, frozen=True):
+    """What a `go` permission may say: entries like `example.com/module`, `example.com/*`,
+    `example.com/module@<v1.2.0`."""
 
     def __post_init__(self) -> None:
         self.rules()
 
     def rules(self, below: str = "") -> Rules[str]:
         """`below`: only this module and those below its path. Raises `ValueError`."""
-        return Rules(
-            below=below,
-            before=None if self.before is None else instant(self.before),
-            allow=None if self.allow is None else [Rule.read(each) for each in self.allow],
-            deny=[Rule.read(each) for each in self.deny],
-            within=None if self.within is None else [Rule.read(each) for each in self.within],
-        )
+        return self.read(Rule.read, below)
 
 
 class GoGateway(BaseGateway):

@@ -12,17 +12,16 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
 from yarl import URL
 
 from dsec.egress.gateway import Grant
 from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidden, missing
-from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant
+from dsec.egress.gateways.base import BaseGateway, Call, Shared
 from dsec.egress.gateways.config import Upstream, default_npm
 from dsec.egress.gateways.packument import ABBREVIATED, abbreviated, filtered, linked
 from dsec.egress.gateways.parsed import Parsed
 from dsec.egress.gateways.paths import BadPath, segments, spell
-from dsec.egress.gateways.rules import Either, Rules
+from dsec.egress.gateways.rules import Either, ReleaseOptions, Rules
 from dsec.egress.gateways.semver import Rule
 
 HOST = "npm.dsec"
@@ -30,29 +29,15 @@ _PART = re.compile(r"[A-Za-z0-9_~!*'()-][A-Za-z0-9._~!*'()-]{0,213}")
 _SCOPED = re.compile(r"(/@[^/%]+)%2f", re.IGNORECASE)
 
 
-class NpmOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an `npm` permission may say."""
-
-    before: str | None = None
-    """Only versions that were published before it."""
-    allow: list[str] | None = None
-    """Only these packages or versions (`lodash`, `@scope/name`, `lodash@<4.17.21`); absent: all."""
-    deny: list[str] = []
-    """Not these."""
-    within: list[str] | None = None
-    """Only these too: the definition's `allow`, where the policy has one of its own."""
+class NpmOptions(ReleaseOptions, frozen=True):
+    """What an `npm` permission may say: entries like `lodash`, `@scope/name`, `lodash@<4.17.21`."""
 
     def __post_init__(self) -> None:
         self.rules()
 
     def rules(self) -> Rules[str]:
         """Raises `ValueError`."""
-        return Rules(
-            before=None if self.before is None else instant(self.before),
-            allow=None if self.allow is None else [Rule.read(each) for each in self.allow],
-            deny=[Rule.read(each) for each in self.deny],
-            within=None if self.within is None else [Rule.read(each) for each in self.within],
-        )
+        return self.read(Rule.read)
 
 
 class NpmGateway(BaseGateway):

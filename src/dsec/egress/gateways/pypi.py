@@ -20,39 +20,25 @@ from yarl import URL
 from dsec.egress.gateway import Grant
 from dsec.egress.gateways import simple
 from dsec.egress.gateways.answers import Refusal, UpstreamError, broken, forbidden, missing
-from dsec.egress.gateways.base import BaseGateway, Call, Shared, instant, moment
+from dsec.egress.gateways.base import BaseGateway, Call, Shared, moment
 from dsec.egress.gateways.config import Upstream, default_pypi
 from dsec.egress.gateways.parsed import Parsed
-from dsec.egress.gateways.rules import Either, Rules
+from dsec.egress.gateways.rules import Either, ReleaseOptions, Rules
 
 HOST = "pypi.dsec"
 _PROJECT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9])?")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+!-]{0,254}")
 
 
-class PypiOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a `pypi` permission may say."""
-
-    before: str | None = None
-    """Only files that were uploaded before it."""
-    allow: list[str] | None = None
-    """Only these projects or versions (`requests`, `requests<2.32`); absent: all."""
-    deny: list[str] = []
-    """Not these."""
-    within: list[str] | None = None
-    """Only these too: the definition's `allow`, where the policy has one of its own."""
+class PypiOptions(ReleaseOptions, frozen=True):
+    """What a `pypi` permission may say: entries like `requests`, `requests<2.32`."""
 
     def __post_init__(self) -> None:
         self.rules()
 
     def rules(self) -> Rules[Version | None]:
         """Raises `ValueError`."""
-        return Rules(
-            before=None if self.before is None else instant(self.before),
-            allow=None if self.allow is None else [simple.Rule.read(each) for each in self.allow],
-            deny=[simple.Rule.read(each) for each in self.deny],
-            within=None if self.within is None else [simple.Rule.read(each) for each in self.within],
-        )
+        return self.read(simple.Rule.read)
 
 
 class PypiGateway(BaseGateway):

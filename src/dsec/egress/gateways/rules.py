@@ -4,11 +4,13 @@ names packages and versions is the registry's (`simple.Rule`, `semver.Rule`). Pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
+
+from dsec.egress.gateways.base import instant
 
 V = TypeVar("V")
 V_contra = TypeVar("V_contra", contravariant=True)
@@ -70,6 +72,29 @@ class Rules(Struct, Generic[V], frozen=True):
             if published >= self.before:
                 return f"published on {published.date()}, not before {self.before.isoformat()}"
         return None
+
+
+class ReleaseOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a permission for a registry of packages may say; how an entry is written is the registry's."""
+
+    before: str | None = None
+    """Only what was published before it."""
+    allow: list[str] | None = None
+    """Only these packages or versions; absent: all."""
+    deny: list[str] = []
+    """Not these."""
+    within: list[str] | None = None
+    """Only these too: the definition's `allow`, where the policy has one of its own."""
+
+    def read(self, read: Callable[[str], Rule[V]], below: str = "") -> Rules[V]:
+        """What they mean; `read` makes a rule of an entry. Raises `ValueError`."""
+        return Rules(
+            below=below,
+            before=None if self.before is None else instant(self.before),
+            allow=None if self.allow is None else [read(each) for each in self.allow],
+            deny=[read(each) for each in self.deny],
+            within=None if self.within is None else [read(each) for each in self.within],
+        )
 
 
 class Either(Struct, Generic[V], frozen=True):
