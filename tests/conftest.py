@@ -1,13 +1,15 @@
 """For all tests: the suite leaves nothing of ours on the host.
 
 Every process that a test starts, however it detaches, becomes a child of pytest when its parent ends (pytest is their
-subreaper), so that nothing that is left can hide. On a host that others use for the same at the same time, set
-DSEC_TEST_SHARED_HOST=1: only what can't be theirs counts then.
+subreaper), so that nothing that is left can hide. With several workers (`-n`) each looks at its own children, and the
+process that leads them at the host, before the first and after the last. On a host that others use for the same at the
+same time, set DSEC_TEST_SHARED_HOST=1: only what can't be theirs counts then.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -15,10 +17,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+if sys.platform == "linux":
+    from dsec.kernel import census, cgroups, sysctl
+
+    _BEFORE = pytest.StashKey[tuple[census.Census, dict[str, str]]]()
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -70,14 +78,18 @@ def _children() -> dict[int, str]:
 
 def _settings() -> dict[str, str]:
     """The kernel settings that a server raises."""
-    from dsec.kernel import sysctl
-
     return {wanted.name: value for wanted in sysctl.WANTED if (value := sysctl.read(wanted.name)) is not None}
 
 
-def _restore(settings: dict[str, str]) -> None:
-    from dsec.kernel import cgroups, sysctl
+def _settled(left: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """What is left once what is just ending has ended."""
+    deadline = time.monotonic() + 10
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
+
+def _restore(settings: dict[str, str]) -> None:
     if os.geteuid() != 0:
         return
     for name, value in settings.items():
@@ -100,7 +112,9 @@ if sys.platform == "linux":
         version = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
         state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
         state.mkdir(parents=True, exist_ok=True)
-        environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
+        with (state / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be at it
+            environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
         return state / "store"
 
     def _debian_state(debian_store: Path, state: Path) -> Path:
@@ -121,22 +135,34 @@ if sys.platform == "linux":
         return _debian_state(debian_store, tmp_path_factory.mktemp("module") / "state")
 
     @pytest.fixture(scope="session", autouse=True)
-    def _leaves_nothing() -> Iterator[None]:
-        from dsec.kernel import census
-
+    def _leaves_no_process() -> Iterator[None]:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        before, settings = census.take(), _settings()
         known = set(_children())
         yield
-        shared = os.environ.get("DSEC_TEST_SHARED_HOST") == "1"
-        if not shared:
-            _restore(settings)
-        deadline = time.monotonic() + 10
-        while True:
-            left = {pid: command for pid, command in _children().items() if pid not in known}
-            beyond = {} if shared else census.take().beyond(before)
-            if not (left or beyond) or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+        left = _settled(lambda: {pid: command for pid, command in _children().items() if pid not in known})
         assert not left, f"processes are left: {left}"
-        assert not beyond, f"left on the host: {beyond}"
+
+    def pytest_sessionstart(session: pytest.Session) -> None:
+        """The host as it is before the first test; not in a worker, for others have begun then."""
+        if not hasattr(session.config, "workerinput") and os.environ.get("DSEC_TEST_SHARED_HOST") != "1":
+            session.config.stash[_BEFORE] = census.take(), _settings()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(session: pytest.Session) -> None:
+        """After the last test of all workers: a test of its own, that nothing is left on the host."""
+        if _BEFORE not in session.config.stash or not session.testscollected:
+            return
+        before, settings = session.config.stash[_BEFORE]
+        _restore(settings)
+        beyond = _settled(lambda: census.take().beyond(before))
+        report = pytest.TestReport(
+            nodeid="tests/conftest.py::nothing_is_left_on_the_host",
+            location=("tests/conftest.py", 0, "nothing_is_left_on_the_host"),
+            keywords={},
+            outcome="failed" if beyond else "passed",
+            longrepr=f"left on the host: {beyond}" if beyond else None,
+            when="call",
+        )
+        session.config.hook.pytest_runtest_logreport(report=report)
+        if beyond:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
