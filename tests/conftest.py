@@ -30,6 +30,8 @@ if sys.platform == "linux":
 
 PR_SET_CHILD_SUBREAPER = 36
 
+pytest.register_assert_rewrite("dsec.testing.conformance")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A temporary directory of this run's own: the shared one is pruned by other runs, through mounts and all. And an

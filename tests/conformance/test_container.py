@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("dsec.testing.conformance")
-
-from dsec.app import Config, open_host  # noqa: E402
-from dsec.backends.container.backend import ContainerBackend  # noqa: E402
-from dsec.edge.config import SystemClock  # noqa: E402
-from dsec.ports import Backend  # noqa: E402
-from dsec.testing.conformance import *  # noqa: E402, F403
-from dsec.testing.conformance.kit import Feature  # noqa: E402
+from dsec.app import Config, open_host
+from dsec.backends.container.backend import ContainerBackend
+from dsec.edge.config import SystemClock
+from dsec.ports import Backend
+from dsec.testing.conformance import *  # noqa: F403
+from dsec.testing.conformance.kit import Feature
 
 pytestmark = pytest.mark.root
 

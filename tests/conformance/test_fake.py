@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("dsec.testing.conformance")
-
-from dsec.backends.fake import FakeBackend, FakeHost  # noqa: E402
-from dsec.edge.config import SystemClock  # noqa: E402
-from dsec.ports import Backend  # noqa: E402
-from dsec.testing.conformance import *  # noqa: E402, F403
-from dsec.testing.conformance.kit import Feature  # noqa: E402
+from dsec.backends.fake import FakeBackend, FakeHost
+from dsec.edge.config import SystemClock
+from dsec.ports import Backend
+from dsec.testing.conformance import *  # noqa: F403
+from dsec.testing.conformance.kit import Feature
 
 
 class FakeFactory:

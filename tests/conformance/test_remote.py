@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("dsec.testing.conformance")
-
-from dsec.testing.conformance import *  # noqa: E402, F403
-from dsec.testing.conformance.kit import Feature  # noqa: E402
-from dsec.testing.remote import RemoteBackend  # noqa: E402
-from server_kit import Server, serving  # noqa: E402
+from dsec.testing.conformance import *  # noqa: F403
+from dsec.testing.conformance.kit import Feature
+from dsec.testing.remote import RemoteBackend
+from server_kit import Server, serving
 
 pytestmark = pytest.mark.root
 

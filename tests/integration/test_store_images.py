@@ -99,7 +99,7 @@ async def test_an_oci_layout(layers: LayerStore, tmp_path: Path, packing: str) -
 async def test_docker_save(layers: LayerStore, tmp_path: Path, zipped: bool) -> None:
     archive = tiny().write_docker_archive(tmp_path / "image.tar")
     if zipped:
-        archive.write_bytes(gzip.compress(archive.read_bytes()))
+        archive.write_bytes(gzip.compress(archive.read_bytes(), mtime=0))
     check(layers, await load(layers, LocalSource(archive, tmp_path)))
     (tmp_path / "archive.tar").unlink(missing_ok=True)
     with pytest.raises(NotFound, match="tiny:1"):
@@ -144,7 +144,7 @@ def damage(image: TinyImage, layer: int, data: bytes) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[TinyImage], None], type[DsecError]]] = {
-    "a layer is another": (lambda i: damage(i, 0, gzip.compress(APP)), LayerCorrupt),
+    "a layer is another": (lambda i: damage(i, 0, gzip.compress(APP, mtime=0)), LayerCorrupt),
     "a layer is cut off": (lambda i: damage(i, 1, i.blobs[i.layers[1]["digest"]][:-20]), InvalidRequest),
     "a layer has more behind it": (lambda i: damage(i, 1, i.blobs[i.layers[1]["digest"]] + b"more"), InvalidRequest),
     "a layer is no archive": (lambda i: damage(i, 0, b"nonsense" * 500), InvalidRequest),

@@ -67,10 +67,10 @@ def context(tmp_path: Path) -> Iterator[Files]:
         ("to-src", "src"),
         ("out", "../../etc/passwd"),
         ("plain.tar", inner),
-        ("packed.tgz", gzip.compress(inner)),
+        ("packed.tgz", gzip.compress(inner, mtime=0)),
         ("packed.bz2", bz2.compress(inner)),
         ("packed.xz", lzma.compress(inner)),
-        ("text.gz", gzip.compress(b"no archive")),
+        ("text.gz", gzip.compress(b"no archive", mtime=0)),
     ]
     (tmp_path / "context.tar").write_bytes(tar(*entries))
     with (tmp_path / "data").open("x+b") as data:

@@ -5,10 +5,12 @@ outside at what is left.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
+from urllib.parse import urljoin
 
-from dsec.errors import DsecError
+from dsec.errors import DsecError, PermissionDenied
 from dsec.sdk._sandbox import AsyncSandbox
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
@@ -294,8 +296,40 @@ async def _only_what_is_named(arena: Arena) -> Verdict:
         return Verdict(not wrong and recorded, observed, f"also seen: {seen}")
 
 
-async def _newer_release(_: Arena) -> Verdict:
-    raise Skipped("needs a package gateway with a release after the task's date to offer; see the gateways' own tests")
+_OFFERED = """
+from urllib.request import Request, urlopen
+try:
+    asked = Request("http://pypi.dsec/simple/pip/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    seen = json.dumps([file["url"] for file in json.load(urlopen(asked, timeout=15))["files"]][-1:])
+except Exception as error:
+    seen = json.dumps([])
+"""
+_FETCHED = """
+from urllib.request import urlopen
+try:
+    seen = f"{len(urlopen(URL, timeout=15).read(1))} bytes"
+except Exception as error:
+    seen = str(getattr(error, "code", error))
+"""
+
+
+async def _newer_release(arena: Arena) -> Verdict:
+    """The index as the node has it, and as a task of an earlier date sees it: the newest file is gone from the page
+    and from its own address."""
+    try:
+        async with arena.sandbox(network={"pypi": True}) as box:
+            newest = json.loads(await arena.attempt(box, _OFFERED) or "[]")
+            if not newest:
+                raise Skipped("the node's package index doesn't answer")
+            await box.network.update({"pypi": {"before": "2015-01-01"}})
+            offered = newest[0] in json.loads(await arena.attempt(box, _OFFERED))
+            url = urljoin("http://pypi.dsec/simple/pip/", newest[0])
+            fetched = await arena.attempt(box, f"URL = {url!r}{_FETCHED}")
+            return Verdict(
+                not offered and fetched == "403", "offered" if offered else f"not offered; its file: {fetched}"
+            )
+    except PermissionDenied as error:
+        raise Skipped(error.message) from error
 
 
 def _case(check: Callable[[Arena], Awaitable[Verdict]], name: str, group: str, tries: str, expected: str) -> Check:
