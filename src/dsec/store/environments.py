@@ -79,7 +79,10 @@ RUNTIME = {
     "home": Entry(mode=0o755),
     "etc/hosts": Entry(b"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"),
     "etc/hostname": Entry(b"sandbox\n"),
-    "etc/resolv.conf": Entry(b""),
+    "etc/resolv.conf": Entry(
+        b"# dsec: names that this sandbox's network policy grants resolve here; without a policy none does.\n"
+        b"nameserver 127.0.0.1\n"
+    ),
     "etc/machine-id": Entry(b"", mode=0o444),
     "etc/passwd": Entry(b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"),
     "etc/group": Entry(b"root:x:0:\nnogroup:x:65534:\n"),
