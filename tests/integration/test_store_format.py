@@ -21,7 +21,7 @@ from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import BLOCK, CHUNK_BYTES, Cutter, check_chunk, decode_manifest
 from dsec.store.layers import LayerMounts, LayerStore
-from dsec.store.tree import OPAQUE, Node, directory, overlay, walk, whiteout
+from dsec.store.tree import HOLE, OPAQUE, Node, directory, overlay, walk, whiteout
 
 pytestmark = pytest.mark.root
 
@@ -174,6 +174,32 @@ def test_layers_that_share_files_share_chunks(store: LayerStore, tmp_path: Path)
     (tops[1] / "d11" / "new").write_bytes(noise.randbytes(90_000))
     sets = [{c.digest for c in store.manifest(store.add(top, "directory").digest).chunk_list()} for top in tops]
     assert len(sets[0] & sets[1]) > 0.85 * len(sets[0])
+
+
+def test_contents_that_look_alike_are_told_apart_and_equal_ones_kept_once(store: LayerStore, tmp_path: Path) -> None:
+    base = bytearray(random.Random(3).randbytes(200_000))
+    large = bytearray(random.Random(4).randbytes(700_000))
+    odd, other = bytes(base), bytes(large)
+    base[20_000] ^= 1  # where no sample is taken
+    large[20_000] ^= 1
+    holes = bytes(1 << 18) + other[: 1 << 18] + bytes(1 << 18)
+    moved = bytes(2 << 18) + other[: 1 << 18]
+    contents = [odd, bytes(base), odd, bytes(base), other, bytes(large), other, holes, moved, holes]
+    for number, content in enumerate(contents):
+        (tmp_path / "top" / f"d{number % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "top" / f"d{number % 3}" / f"f{number}").write_bytes(content)
+    meta = store.add(tmp_path / "top", "directory")
+    manifest, files = store.manifest(meta.digest), store.files(meta.digest)
+    assert files.data is not None
+    data = files.data.read_bytes()
+    assert len(data) < 2 * 204_800 + 2 * 704_512 + 4 * (1 << 18), "equal ones are kept once"
+    for chunk in manifest.chunk_list():
+        check_chunk(data[chunk.offset : chunk.offset + chunk.size], chunk)
+    for path, node in walk(store.tree(meta.digest)):
+        if node.is_file:
+            size = 1 << node.content.piece_bits
+            pieces = [bytes(size) if b == HOLE else data[b * BLOCK : b * BLOCK + size] for b in node.content.blocks]
+            assert b"".join(pieces)[: node.content.size] == contents[int(path.rpartition(b"f")[2])], path
 
 
 def test_cuts_are_blocks_and_bounded() -> None:
