@@ -1,0 +1,363 @@
+"""Where sandboxes go.
+
+Pure: no clock, no I/O, randomness is injected. A `Placer` is one apiserver's view: the watcher's last report of each
+node with the placer's own later placements laid over it. The rules, in order:
+
+1. Filter: placeable (the watcher says), not cordoned, has the backend, features and labels, has room.
+2. Power of k choices: of `k` nodes at random the one with the least load. Where nodes hold the environment's layers, a
+   few of those are looked at too, and taken as long as they aren't fuller by more than `locality_slack`.
+3. A run is spread: a node that has much more than its share of it counts as fuller.
+
+Many alike are planned at once, in chunks: one choice a chunk. What was placed counts as load at once, and until a
+report says that the node took it (`NodeReport.taken`, a counter, so that no clock is compared); what is known never to
+have arrived is taken back by `failed`. Nodes labelled `burst=true` get what the others have no room for, from
+`burst_above` on and only where the caller allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from random import Random
+
+from msgspec import Struct
+
+from dsec.spec.cluster import NodeFacts, NodeReport
+
+
+class Policy(Struct, frozen=True, kw_only=True):
+    """How to choose; the numbers are measured by `dsec sim`."""
+
+    k: int = 4
+    holders: int = 4
+    """Nodes with the environment's layers that are looked at."""
+    locality_slack: float = 0.012
+    """How much fuller (of its capacity) a node with the layers may be."""
+    chunk: int = 8
+    """Most sandboxes of a batch that one choice places."""
+    start_window: float = 8.0
+    """A node gets no more while this many times its `max_starting` are on their way to it: what waits there would be
+    out of the reach of fairness."""
+    spread: float = 3.0
+    """A node with so many times its share of a run counts as fuller."""
+    spread_from: int = 32
+    spread_cost: float = 0.05
+    busy_from: float = 0.8
+    burst_above: float = 0.8
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """What a sandbox needs of a node."""
+
+    memory_bytes: int
+    backend: str = "container"
+    environment: str = ""
+    run: str = ""
+    features: frozenset[str] = frozenset()
+    labels: frozenset[tuple[str, str]] = frozenset()
+    burst: bool = False
+    """May go to a node for overflow."""
+
+    @property
+    def kind(self) -> Kind:
+        return (self.backend, self.features, self.labels)
+
+
+Kind = tuple[str, frozenset[str], frozenset[tuple[str, str]]]
+
+
+class Share(Struct, frozen=True):
+    """A part of a plan: `count` sandboxes for one node."""
+
+    edge: int
+    count: int
+
+
+class _Node:
+    """One node as this placer sees it."""
+
+    __slots__ = (
+        "burst",
+        "capacity",
+        "cordoned",
+        "edge",
+        "facts",
+        "in_runs",
+        "layers",
+        "live",
+        "load",
+        "max_live",
+        "memory",
+        "ok",
+        "placeable",
+        "report",
+        "sent",
+        "sent_bytes",
+        "starts",
+        "window",
+    )
+
+    def __init__(self, facts: NodeFacts) -> None:
+        self.edge = facts.edge
+        self.facts = facts
+        self.report: NodeReport | None = None
+        self.burst = facts.labels.get("burst") == "true"
+        self.cordoned = False
+        self.placeable = False
+        self.max_live = max(1, facts.max_live)
+        self.capacity = max(1, facts.memory_capacity_bytes)
+        self.window = 1.0
+        self.sent = 0
+        self.sent_bytes = 0
+        self.live = self.memory = 0
+        self.starts = 0.0
+        self.load = 0.0
+        self.ok = False
+        self.layers: set[str] = set()
+        self.in_runs: dict[str, int] = {}
+
+
+class Placer:
+    """One instance's placements. Not thread-safe; every call is synchronous."""
+
+    def __init__(self, name: str, rng: Random, policy: Policy | None = None) -> None:
+        """`name`: of this instance, under which nodes count what they took from it."""
+        self.name = name
+        self._random = rng.random
+        self._policy = policy or Policy()
+        self._nodes: dict[int, _Node] = {}
+        self._kinds: dict[Kind, tuple[list[_Node], list[_Node]]] = {}
+        self._holders: dict[str, list[_Node]] = {}
+        self._runs: dict[str, int] = {}
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def join(self, facts: NodeFacts) -> None:
+        """A node is there, or is there again: whatever was placed on it before is over. Not placeable before its first
+        report."""
+        self.leave(facts.edge)
+        self._nodes[facts.edge] = _Node(facts)
+        self._kinds.clear()
+
+    def leave(self, edge: int) -> None:
+        """A node is lost, or gone. Idempotent."""
+        node = self._nodes.pop(edge, None)
+        if node is not None:
+            self._hold(node, ())
+            self._count_runs(node, {})
+            self._kinds.clear()
+
+    def observe(self, report: NodeReport, *, placeable: bool = True) -> None:
+        """A report of a node that has joined; `placeable`: what the watcher makes of it."""
+        node = self._nodes.get(report.edge)
+        if node is None:
+            return
+        if node.placeable != placeable:
+            node.placeable = placeable
+            self._kinds.clear()
+        taken = report.taken.get(self.name, 0)
+        before = node.report.taken.get(self.name, 0) if node.report is not None else 0
+        arrived = max(0, min(taken - before, node.sent))
+        if arrived:
+            node.sent_bytes -= node.sent_bytes * arrived // node.sent
+            node.sent -= arrived
+        same = node.report is not None and node.report.layers == report.layers
+        node.report = report
+        if not same:
+            self._hold(node, report.layers)
+        self._count_runs(node, report.runs)
+        self._weigh(node)
+
+    def doubt(self, edge: int) -> None:
+        """Nothing goes there until the next report that says otherwise."""
+        node = self._nodes.get(edge)
+        if node is not None and node.placeable:
+            node.placeable = False
+            self._kinds.clear()
+
+    def cordon(self, edge: int, cordoned: bool = True) -> None:
+        """An operator's word: nothing new goes there."""
+        node = self._nodes.get(edge)
+        if node is not None and node.cordoned != cordoned:
+            node.cordoned = cordoned
+            self._kinds.clear()
+
+    def failed(self, edge: int, ask: Ask, count: int = 1) -> None:
+        """Some of what was placed there is known not to have arrived: refused before the node counted it, or never
+        sent."""
+        node = self._nodes.get(edge)
+        if node is not None:
+            count = min(count, node.sent)
+            node.sent -= count
+            node.sent_bytes = max(0, node.sent_bytes - count * ask.memory_bytes) if node.sent else 0
+            self._weigh(node)
+
+    def loads(self) -> dict[int, float]:
+        """How full each placeable node is, 0..1, as this placer reckons."""
+        return {node.edge: node.load for node in self._nodes.values() if node.placeable}
+
+    def holders(self, environment: str) -> int:
+        """How many nodes hold an environment's layers."""
+        return len(self._holders.get(environment, ()))
+
+    def possible(self, ask: Ask) -> bool:
+        """Whether any known node, placeable or not, could ever take it: else waiting is in vain."""
+        return any(
+            _suits(node, ask.kind) and node.capacity >= ask.memory_bytes and (ask.burst or not node.burst)
+            for node in self._nodes.values()
+        )
+
+    # --- choosing ---------------------------------------------------------------------------------------------------
+
+    def place(self, ask: Ask, exclude: Collection[int] = ()) -> int | None:
+        """The node for one; None: none has room now. `exclude`: those that have refused it."""
+        node = self._choose(ask, 1, exclude)
+        if node is None:
+            return None
+        self._put(node, ask, 1)
+        return node.edge
+
+    def place_many(self, ask: Ask, count: int, exclude: Collection[int] = ()) -> list[Share]:
+        """A plan for `count` alike, at most one share a node; what it doesn't cover has no room now."""
+        plain, burst = self._nodes_for(ask.kind)
+        nodes = len(plain) + (len(burst) if ask.burst else 0)
+        if not nodes or count < 1:
+            return []
+        chunk = max(1, min(self._policy.chunk, count // nodes))
+        plan: dict[int, int] = {}
+        left = count
+        while left > 0:
+            size = min(chunk, left)
+            node = self._choose(ask, size, exclude)
+            if node is None:
+                if chunk == 1:
+                    break
+                chunk = 1  # no node has room for a whole one
+                continue
+            self._put(node, ask, size)
+            plan[node.edge] = plan.get(node.edge, 0) + size
+            left -= size
+        return [Share(edge, n) for edge, n in plan.items()]
+
+    def _choose(self, ask: Ask, count: int, exclude: Collection[int]) -> _Node | None:
+        plain, burst = self._nodes_for(ask.kind)
+        best = self._best_of(plain, ask, count, exclude)
+        policy = self._policy
+        if ask.burst and burst and (best is None or best.load > policy.burst_above):
+            other = self._best_of(burst, ask, count, exclude)
+            if other is not None and (best is None or other.load < best.load):
+                best = other
+        holding = self._holders.get(ask.environment) if best is not None and ask.environment else None
+        if not holding or best is None or ask.environment in best.layers:
+            return best
+        limit = self._cost(best, ask) + policy.locality_slack
+        near, size = None, len(holding)
+        for _ in range(min(policy.holders, size)):
+            node = holding[int(self._random() * size)]
+            if node.ok and node.burst == best.burst and _fits(node, ask, count) and node.edge not in exclude:
+                cost = self._cost(node, ask)
+                if cost <= limit and _suits(node, ask.kind):
+                    near, limit = node, cost
+        return near or best
+
+    def _best_of(self, nodes: list[_Node], ask: Ask, count: int, exclude: Collection[int]) -> _Node | None:
+        size = len(nodes)
+        best, least = None, 0.0
+        for _ in range(min(self._policy.k, size)):
+            node = nodes[int(self._random() * size)]
+            if _fits(node, ask, count) and node.edge not in exclude:
+                cost = self._cost(node, ask)
+                if best is None or cost < least:
+                    best, least = node, cost
+        if best is None:  # the lucky ones were full: look at all
+            fitting = (node for node in nodes if _fits(node, ask, count) and node.edge not in exclude)
+            best = min(fitting, key=lambda node: (self._cost(node, ask), node.edge), default=None)
+        return best
+
+    def _cost(self, node: _Node, ask: Ask) -> float:
+        cost = node.load
+        if ask.run:
+            here = node.in_runs.get(ask.run, 0)
+            policy = self._policy
+            if here >= policy.spread_from and here * len(self._nodes) > policy.spread * self._runs.get(ask.run, 0):
+                cost += policy.spread_cost
+        return cost
+
+    def _nodes_for(self, kind: Kind) -> tuple[list[_Node], list[_Node]]:
+        found = self._kinds.get(kind)
+        if found is None:
+            suit = [n for n in self._nodes.values() if n.placeable and not n.cordoned and _suits(n, kind)]
+            for node in self._nodes.values():
+                node.ok = node.placeable and not node.cordoned
+            found = ([n for n in suit if not n.burst], [n for n in suit if n.burst])
+            if len(self._kinds) > 1000:  # callers choose labels: what they can fill is bounded
+                self._kinds.clear()
+            self._kinds[kind] = found
+        return found
+
+    # --- keeping count ----------------------------------------------------------------------------------------------
+
+    def _put(self, node: _Node, ask: Ask, count: int) -> None:
+        node.sent += count
+        node.sent_bytes += count * ask.memory_bytes
+        if ask.environment and ask.environment not in node.layers:
+            node.layers.add(ask.environment)
+            self._holders.setdefault(ask.environment, []).append(node)
+        if ask.run:
+            node.in_runs[ask.run] = node.in_runs.get(ask.run, 0) + count
+            self._runs[ask.run] = self._runs.get(ask.run, 0) + count
+        self._weigh(node)
+
+    def _weigh(self, node: _Node) -> None:
+        """How full it is, from the report and what was sent since."""
+        report, policy = node.report, self._policy
+        if report is None:
+            return
+        sent = node.sent
+        node.live = report.live + report.queued + sent
+        node.memory = report.memory_committed_bytes + node.sent_bytes
+        node.starts = report.starting + report.queued + sent
+        node.window = 0.0 if report.short or report.draining else node.facts.max_starting * policy.start_window
+        load = max(node.live / node.max_live, node.memory / node.capacity)
+        if report.busy > policy.busy_from:
+            load += report.busy - policy.busy_from
+        node.load = load
+
+    def _hold(self, node: _Node, layers: Iterable[str]) -> None:
+        new = set(layers)
+        for environment in node.layers - new:
+            holding = self._holders[environment]
+            holding.remove(node)
+            if not holding:
+                del self._holders[environment]
+        for environment in sorted(new - node.layers):  # sorted: sets have no order that a seed could replay
+            self._holders.setdefault(environment, []).append(node)
+        node.layers = new
+
+    def _count_runs(self, node: _Node, runs: dict[str, int]) -> None:
+        for run, count in node.in_runs.items():
+            left = self._runs[run] - count
+            if left > 0:
+                self._runs[run] = left
+            else:
+                del self._runs[run]
+        node.in_runs = dict(runs)
+        for run, count in runs.items():
+            self._runs[run] = self._runs.get(run, 0) + count
+
+
+def _suits(node: _Node, kind: Kind) -> bool:
+    backend, features, labels = kind
+    facts = node.facts
+    return (
+        backend in facts.backends
+        and (not features or features.issubset(facts.features))
+        and all(facts.labels.get(name) == value for name, value in labels)
+    )
+
+
+def _fits(node: _Node, ask: Ask, count: int) -> bool:
+    return (
+        node.live + count <= node.max_live
+        and node.starts + count <= node.window
+        and node.memory + count * ask.memory_bytes <= node.capacity
+    )

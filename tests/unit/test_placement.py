@@ -1,0 +1,183 @@
+"""Placement: what is filtered, how well it balances, and that what a placer sent isn't forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from dsec.plan.placement import Ask, Placer, Policy
+from dsec.spec.cluster import NodeFacts, NodeReport
+
+MIB = 1 << 20
+
+
+def facts(edge: int, **more: object) -> NodeFacts:
+    return NodeFacts(**{"edge": edge, "max_live": 1000, "memory_capacity_bytes": 1 << 40, **more})  # type: ignore[arg-type]
+
+
+def report(edge: int, **more: object) -> NodeReport:
+    return NodeReport(**{"edge": edge, "instance": "i", "incarnation": 1, **more})  # type: ignore[arg-type]
+
+
+def placer(*nodes: NodeFacts, seed: int = 7, policy: Policy | None = None) -> Placer:
+    made = Placer("a", random.Random(seed), policy)
+    for node in nodes:
+        made.join(node)
+        made.observe(report(node.edge))
+    return made
+
+
+ASK = Ask(memory_bytes=64 * MIB)
+
+
+def test_only_nodes_that_suit_are_chosen() -> None:
+    made = placer(
+        facts(1, backends=("fncall",)),
+        facts(2, features=("kvm",)),
+        facts(3, features=("kvm",), labels={"disk": "nvme"}),
+        facts(4, labels={"disk": "nvme"}),
+    )
+    kvm = Ask(memory_bytes=MIB, features=frozenset({"kvm"}))
+    both = Ask(memory_bytes=MIB, features=frozenset({"kvm"}), labels=frozenset({("disk", "nvme")}))
+    assert {made.place(ASK) for _ in range(60)} == {2, 3, 4}
+    assert {made.place(kvm) for _ in range(60)} == {2, 3}
+    assert {made.place(both) for _ in range(20)} == {3}
+    assert made.place(Ask(memory_bytes=MIB, backend="vm")) is None
+    assert not made.possible(Ask(memory_bytes=MIB, backend="vm"))
+
+
+def test_a_node_that_joined_gets_nothing_before_its_first_report() -> None:
+    made = Placer("a", random.Random(1))
+    made.join(facts(1))
+    assert made.place(ASK) is None
+    assert made.possible(ASK)
+    made.observe(report(1))
+    assert made.place(ASK) == 1
+
+
+def test_cordoned_doubtful_draining_and_short_nodes_get_nothing() -> None:
+    made = placer(*(facts(edge) for edge in range(1, 6)))
+    made.cordon(1)
+    made.doubt(2)
+    made.observe(report(3, draining=True))
+    made.observe(report(4, short=True))
+    assert {made.place(ASK) for _ in range(50)} == {5}
+    made.cordon(1, False)
+    made.observe(report(2))
+    assert {made.place(ASK) for _ in range(100)} == {1, 2, 5}
+
+
+def test_a_refusal_leads_to_another_node() -> None:
+    made = placer(*(facts(edge) for edge in range(3)))
+    tried: set[int] = set()
+    for _ in range(3):
+        edge = made.place(ASK, tried)
+        assert edge is not None
+        assert edge not in tried
+        made.failed(edge, ASK)
+        tried.add(edge)
+    assert made.place(ASK, tried) is None
+    assert made.loads() == {0: 0.0, 1: 0.0, 2: 0.0}
+
+
+def test_what_was_sent_counts_until_the_node_says_that_it_took_it() -> None:
+    made = placer(facts(1, max_live=10), policy=Policy(start_window=100))
+    for _ in range(10):
+        assert made.place(ASK) == 1
+    assert made.place(ASK) is None
+    made.observe(report(1))  # an old view: it hasn't seen them
+    assert made.place(ASK) is None
+    made.observe(report(1, live=4, taken={"a": 4, "b": 100}))
+    assert made.loads() == {1: 1.0}
+    assert made.place(ASK) is None
+    made.observe(report(1, live=9, taken={"a": 10}))  # one has ended already
+    assert made.place(ASK) == 1
+    assert made.place(ASK) is None
+
+
+def test_a_node_that_joins_again_begins_anew() -> None:
+    made = placer(facts(1, max_live=2))
+    assert made.place_many(ASK, 2)
+    assert made.place(ASK) is None
+    made.join(facts(1, max_live=2))
+    made.observe(report(1))
+    assert made.place(ASK) == 1
+
+
+def test_what_starts_on_a_node_is_bounded() -> None:
+    made = placer(facts(1, max_starting=4), policy=Policy(start_window=2))
+    assert sum(share.count for share in made.place_many(ASK, 100)) == 8
+    made.observe(report(1, live=8, starting=4, taken={"a": 8}))
+    assert sum(share.count for share in made.place_many(ASK, 100)) == 4
+
+
+def test_memory_that_is_promised_is_not_promised_again() -> None:
+    made = placer(facts(1, memory_capacity_bytes=100 * MIB))
+    assert made.place(ASK) == 1
+    assert made.place(ASK) is None
+    made.observe(report(1, live=1, memory_committed_bytes=64 * MIB, taken={"a": 1}))
+    assert made.place(ASK) is None
+    assert made.place(Ask(memory_bytes=36 * MIB)) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_burst_is_balanced(seed: int) -> None:
+    made = placer(*(facts(edge, max_live=3200, max_starting=400) for edge in range(160)), seed=seed)
+    plan = made.place_many(ASK, 32_000)
+    counts = [share.count for share in plan]
+    assert sum(counts) == 32_000
+    assert len(counts) == 160
+    assert max(counts) <= 1.15 * 200
+
+
+def test_uneven_nodes_become_even() -> None:
+    made = placer(*(facts(edge, max_starting=400) for edge in range(20)))
+    for edge in range(20):
+        made.observe(report(edge, live=10 * edge))
+    made.place_many(ASK, 6000)
+    loads = made.loads().values()
+    assert max(loads) - min(loads) < 0.05
+
+
+def test_a_batch_takes_what_room_there_is() -> None:
+    made = placer(facts(1, max_live=7), facts(2, max_live=5))
+    plan = {share.edge: share.count for share in made.place_many(ASK, 100)}
+    assert plan == {1: 7, 2: 5}
+
+
+def test_nodes_with_the_layers_come_first_while_they_are_not_fuller() -> None:
+    made = placer(*(facts(edge) for edge in range(50)))
+    ask = Ask(memory_bytes=MIB, environment="lab/image")
+    made.observe(report(17, layers=("lab/image",)))
+    assert [made.place(ask) for _ in range(5)] == [17] * 5
+    made.observe(report(17, layers=("lab/image",), live=500))
+    assert 17 not in {made.place(ask) for _ in range(5)}
+    assert made.holders("lab/image") > 1, "those that got it hold it now"
+
+
+def test_a_run_is_spread() -> None:
+    policy = Policy(spread_from=4, locality_slack=0.02)
+    made = placer(*(facts(edge, max_live=10_000) for edge in range(10)), policy=policy)
+    made.observe(report(3, layers=("e",), live=100, runs={"p\0r": 100}))
+    ask = Ask(memory_bytes=MIB, environment="e", run="p\0r")
+    assert 3 not in {made.place(ask) for _ in range(20)}
+    assert made.place(Ask(memory_bytes=MIB, environment="e", run="p\0other")) is not None
+
+
+def test_overflow_only_for_who_may_and_only_when_full() -> None:
+    made = placer(facts(1, max_live=10), facts(2, labels={"burst": "true"}, max_live=1000))
+    may = Ask(memory_bytes=MIB, burst=True)
+    assert made.place(may) == 1
+    plan = Counter({share.edge: share.count for share in made.place_many(ASK, 20)})
+    assert plan == {1: 9}
+    assert made.place(may) == 2
+
+
+def test_the_same_seed_places_the_same() -> None:
+    def run() -> list[int | None]:
+        made = placer(*(facts(edge) for edge in range(40)), seed=3)
+        return [made.place(Ask(memory_bytes=MIB, environment=f"e{n % 7}", run=f"r{n % 3}")) for n in range(300)]
+
+    assert run() == run()

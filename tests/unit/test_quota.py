@@ -1,0 +1,112 @@
+"""Quotas that several enforce at once: whatever races, the sum stays within the limit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from dsec.plan.quota import Charged, Holder, Ledger, block, give, shrink, take
+
+
+def test_shares_never_pass_the_limit() -> None:
+    ledger = Ledger(limit=10)
+    ledger, got = take(ledger, "a", 3, 4)
+    assert got == 4
+    ledger, got = take(ledger, "b", 9, 4)
+    assert got == 6
+    ledger, got = take(ledger, "c", 1, 4)
+    assert got == 0
+    ledger = give(ledger, "b", 5)
+    ledger, got = take(ledger, "c", 1, 4)
+    assert got == 4
+    assert shrink(ledger, "a", 1).held == ledger.held - 3
+    assert block(1000, 4) == 31
+
+
+def test_what_was_sent_counts_until_it_is_certain_that_it_never_arrived() -> None:
+    holder = Holder("a", lambda project: ["lab"], expiry_s=60.0)
+    holder.shares["lab"] = 10
+    holder.spend("lab/x", 1, 6, now=0.0)
+    assert holder.free("lab/y") == 4
+    holder.report(1, "i", {"lab/x": Charged(4, 4)}, now=1.0)
+    assert holder.free("lab/x") == 4, "four have arrived, two may yet"
+    holder.report(1, "i", {"lab/x": Charged(4, 1)}, now=2.0)
+    assert holder.free("lab/x") == 7
+    holder.report(1, "i", {"lab/x": Charged(4, 1)}, now=61.0)
+    assert holder.free("lab/x") == 9
+    holder.refused("lab/x", 1, 5)
+    assert holder.free("lab/x") == 9
+    holder.report(1, "next", {"lab/x": Charged(0, 1)}, now=62.0)
+    assert holder.free("lab/x") == 9
+    holder.gone(1)
+    assert holder.free("lab/x") == 10
+
+
+def test_without_a_quota_nothing_is_counted() -> None:
+    holder = Holder("a", lambda project: [], expiry_s=60.0)
+    holder.spend("p", 1, 5, now=0.0)
+    assert holder.free("p") is None
+    assert holder.short("p", 100) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_races_of_holders_edges_and_reports(seed: int) -> None:
+    """Three holders, two nodes, messages in any order, some lost, nodes that restart: never above the limit, and in
+    the end all of it can be used again."""
+    rng = random.Random(seed)
+    limit, now = 20, 0.0
+    ledger = Ledger(limit=limit)
+    holders = [Holder(name, lambda project: ["p"], expiry_s=5.0) for name in "abc"]
+    live: Counter[tuple[str, int]] = Counter()
+    taken: Counter[tuple[str, int]] = Counter()
+    instance = {1: 0, 2: 0}
+    known: dict[tuple[str, int], int] = {}
+    flying: list[tuple[float, Holder, int, int]] = []
+    for _ in range(3000):
+        now += rng.random() / 10
+        step = rng.random()
+        holder, edge = rng.choice(holders), rng.choice([1, 2])
+        if step < 0.4:
+            count = rng.randint(1, 3)
+            for name, need in holder.short("p", count):
+                ledger, got = take(ledger, holder.name, need, 2)
+                holder.shares[name] = holder.shares.get(name, 0) + got
+            if (holder.free("p") or 0) >= count:
+                holder.spend("p", edge, count, now)
+                current = known.get((holder.name, edge)) == instance[edge]  # a request names the instance it is for
+                if current and rng.random() < 0.9:  # else it is lost on the way
+                    flying.append((now, holder, edge, count))
+        elif step < 0.7 and flying:
+            sent, who, where, count = flying.pop(rng.randrange(len(flying)))
+            if now - sent < 4.9 and rng.random() < 0.9:  # a node takes nothing that is older
+                taken[who.name, where] += count
+                live[who.name, where] += count
+            elif now - sent < 4.9:
+                who.refused("p", where, count)
+        elif step < 0.8:
+            alive = [key for key, n in live.items() if n]
+            if alive:
+                live[rng.choice(alive)] -= 1
+        elif step < 0.97:
+            said = Charged(taken[holder.name, edge], live[holder.name, edge])
+            holder.report(edge, str(instance[edge]), {"p": said}, now)
+            known[holder.name, edge] = instance[edge]
+        elif step < 0.98:
+            instance[edge] += 1
+            flying = [each for each in flying if each[2] != edge]
+            for name in "abc":
+                taken[name, edge] = 0
+        else:
+            spare = min(holder.shares.get("p", 0) - holder.used("p"), 2)
+            if spare > 0:
+                holder.shares["p"] -= spare
+                ledger = give(ledger, holder.name, spare)
+        assert sum(live.values()) <= limit
+        assert ledger.held <= limit
+        assert ledger.held == sum(each.shares.get("p", 0) for each in holders)
+    for holder in holders:
+        for edge in (1, 2):
+            holder.report(edge, "end", {"p": Charged(0, 0)}, now + 10)
+        assert holder.used("p") == 0
