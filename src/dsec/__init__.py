@@ -14,6 +14,7 @@ from dsec.errors import CallerError, DsecError, PlatformError
 from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
 from dsec.sdk._groups import AsyncGroup
+from dsec.sdk._judging import JudgeResult
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._run import AsyncRun
 from dsec.sdk._sandbox import AsyncSandbox
@@ -28,6 +29,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.grading import Grader, Verdict
 from dsec.spec.groups import Health, Service
+from dsec.spec.judging import Case, CaseVerdict, Judged, JudgeLimits, JudgeSpec
 from dsec.spec.network import KeyPolicy, NetworkInfo, PermissionOptions
 from dsec.spec.sandbox import ExecSpec, FileEvent, FileInfo, ProcessInfo, PtySize, SandboxInfo, SandboxSpec, State
 from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
@@ -42,6 +44,8 @@ __all__ = [
     "AsyncSession",
     "AsyncWatch",
     "CallerError",
+    "Case",
+    "CaseVerdict",
     "Cause",
     "Client",
     "Command",
@@ -55,6 +59,10 @@ __all__ = [
     "Grader",
     "Group",
     "Health",
+    "JudgeLimits",
+    "JudgeResult",
+    "JudgeSpec",
+    "Judged",
     "KeyPolicy",
     "NetworkInfo",
     "Output",

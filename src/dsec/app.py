@@ -45,6 +45,7 @@ from dsec.egress.node import Egress
 from dsec.egress.registry import read_network
 from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
+from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
@@ -397,7 +398,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             layers=layers,
             builder=builds,
             verifier=verifier,
-            judge=Judge(edge, lambda name, project: layers.environments.get(name, project).layers),
+            judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
         )
         server = ApiServer(api, host, port)
         await server.start()

@@ -20,6 +20,7 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.serve import ApiServer
 from dsec.builder.service import BuildService
 from dsec.edge.node import Edge
+from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.store.environments import EnvironmentStore
@@ -120,7 +121,7 @@ def make_api(root: Path, edge: Any) -> Api:
             lending=layers.environments.lending,
             scratch=layers.layers.scratch,
         ),
-        judge=Judge(edge, lambda name, project: layers.environments.get(name, project).layers),
+        judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -12,12 +13,14 @@ import msgspec
 from dsec.errors import DsecError
 from dsec.sdk._catalog import AsyncCatalog
 from dsec.sdk._config import find_endpoint
+from dsec.sdk._judging import Cases, JudgeResult, OnCase, judge, judge_lines, judge_many, judge_spec
 from dsec.sdk._many import chosen, move_many, run_many
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._run import AsyncRun
 from dsec.sdk._sandbox import AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
 from dsec.spec.causes import Cause
+from dsec.spec.judging import CaseVerdict, Judged, JudgeSpec, JudgeVerdict
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
@@ -212,6 +215,39 @@ class AsyncClient:
         """
         async for result in run_many(self._transport, commands, request_timeout_s):
             yield result
+
+    async def judge(
+        self,
+        source: str | JudgeSpec,
+        cases: Cases = (),
+        *,
+        on_case: OnCase | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Judged:
+        """Judge a program by test cases: `Case`s, or pairs of stdin and what is expected. `fields` are those of
+        `JudgeSpec`: `language`, `environment`, `checker`, `limits`, `stop_early` and so on; or pass a whole one.
+
+        Safe to repeat: a connection that breaks is made again and the submission judged again. Cancelling it ends what
+        runs. Raises `InvalidRequest`, `EnvironmentNotFound`, `Unsupported` (no such toolchain there)."""
+        return await judge(self._transport, judge_spec(source, cases, fields), on_case, request_timeout_s)
+
+    async def judge_stream(
+        self, source: str | JudgeSpec, cases: Cases = (), **fields: Any
+    ) -> AsyncIterator[CaseVerdict | JudgeVerdict]:
+        """As `judge`: the cases' verdicts as they come, the submission's last. Leaving the loop ends what runs."""
+        lines = judge_lines(self._transport, judge_spec(source, cases, fields))
+        async with aclosing(lines):
+            async for line in lines:
+                yield line
+
+    async def judge_many(self, specs: Iterable[JudgeSpec], *, at_once: int = 16) -> AsyncIterator[JudgeResult]:
+        """Judge many submissions, `at_once` at a time; yields a `JudgeResult` for each as it ends, with its verdicts or
+        an error. Leaving the loop ends what runs."""
+        results = judge_many(self._transport, specs, at_once)
+        async with aclosing(results):
+            async for result in results:
+                yield result
 
     async def environments(self, *, request_timeout_s: float | None = None) -> dict[str, Layers]:
         """Environments that sandboxes can be made of, with their layers, top first."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsec.errors import DsecError
 from dsec.sdk._client import AsyncClient, Keys, Layers
+from dsec.sdk._judging import Cases, JudgeResult, OnCase
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._run import AsyncRun
@@ -16,6 +17,7 @@ from dsec.sdk._sync_catalog import Catalog
 from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
+from dsec.spec.judging import CaseVerdict, Judged, JudgeSpec, JudgeVerdict
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
 from dsec.spec.sandbox import ExecSpec, SandboxInfo, SandboxSpec, State
@@ -269,6 +271,33 @@ class Client(Wrapper):
         the loop stops nothing. Raises what is wrong with the request as a whole.
         """
         return iterate(self._async.run_many(unwrap_each(commands), request_timeout_s=request_timeout_s))
+
+    def judge(
+        self,
+        source: str | JudgeSpec,
+        cases: Cases = (),
+        *,
+        on_case: OnCase | None = None,
+        request_timeout_s: float | None = None,
+        **fields: Any,
+    ) -> Judged:
+        """Judge a program by test cases: `Case`s, or pairs of stdin and what is expected. `fields` are those of
+        `JudgeSpec`: `language`, `environment`, `checker`, `limits`, `stop_early` and so on; or pass a whole one.
+
+        Safe to repeat: a connection that breaks is made again and the submission judged again. Cancelling it ends what
+        runs. Raises `InvalidRequest`, `EnvironmentNotFound`, `Unsupported` (no such toolchain there)."""
+        return call(self._async.judge(source, cases, on_case=on_case, request_timeout_s=request_timeout_s, **fields))
+
+    def judge_stream(
+        self, source: str | JudgeSpec, cases: Cases = (), **fields: Any
+    ) -> Iterator[CaseVerdict | JudgeVerdict]:
+        """As `judge`: the cases' verdicts as they come, the submission's last. Leaving the loop ends what runs."""
+        return iterate(self._async.judge_stream(source, cases, **fields))
+
+    def judge_many(self, specs: Iterable[JudgeSpec], *, at_once: int = 16) -> Iterator[JudgeResult]:
+        """Judge many submissions, `at_once` at a time; yields a `JudgeResult` for each as it ends, with its verdicts or
+        an error. Leaving the loop ends what runs."""
+        return iterate(self._async.judge_many(specs, at_once=at_once))
 
     def environments(self, *, request_timeout_s: float | None = None) -> dict[str, Layers]:
         """Environments that sandboxes can be made of, with their layers, top first."""

@@ -23,6 +23,10 @@ class Language(StrEnum):
     BASH = "bash"
     C = "c"
     CPP = "cpp"
+    RUST = "rust"
+    GO = "go"
+    NODE = "node"
+    JAVA = "java"
 
 
 class Word(StrEnum):
@@ -98,9 +102,12 @@ class CaseVerdict(Struct, frozen=True, kw_only=True, omit_defaults=True):
     wall_s: float = 0.0
     memory_bytes: int = 0
     """The most that a process of it had resident."""
+    stdout: str = ""
+    """Its last part, where the case isn't accepted."""
     stderr: str = ""
     """Its last part; of a failed compilation the compiler's words."""
     message: str = ""
+    """The checker's words, or what went wrong."""
 
 
 class JudgeVerdict(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,3 +126,16 @@ class JudgeLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     case: CaseVerdict | None = None
     result: JudgeVerdict | None = None
+
+
+class Judged(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A submission's verdict with those of its cases."""
+
+    verdict: Word
+    infra: bool = False
+    """The platform failed, or the checker: to be masked, it says nothing about the submission."""
+    passed: int = 0
+    total: int = 0
+    compiled: bool = False
+    cases: list[CaseVerdict] = []
+    """In their order; after an early stop some are missing. Of a failed compilation one, with the index -1."""

@@ -1,0 +1,131 @@
+"""What compilers made of sources, by content.
+
+Invariants: a result is remembered only where the compiler ended by itself, so that neither a time limit nor a fault of
+the platform's sticks; who asks for what is being made waits for that; making it ends when nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from msgspec import Struct
+
+from dsec.grading.running import Job, Ran
+from dsec.grading.tools import PROGRAM, TOOLS
+from dsec.spec.causes import Cause
+from dsec.spec.judging import JudgeLimits, Language
+from dsec.spec.sandbox import GIB, MIB
+
+KEPT_BYTES = 256 * MIB
+LIMITS = JudgeLimits(cpu_s=3600.0, memory_bytes=2 * GIB, output_bytes=1 * MIB, pids=256)
+"""Of a compiler."""
+_LEAST_BYTES = 4096
+"""What remembering anything counts for."""
+
+
+class Built(Struct, frozen=True, kw_only=True):
+    """What came of a source."""
+
+    ran: Ran
+    """The compiler's run, without what it made."""
+    program: bytes | None
+    """None: it refused, or was ended."""
+    fresh: bool = False
+    """By this call."""
+
+
+class _Making:
+    __slots__ = ("task", "waiters")
+
+    def __init__(self, task: asyncio.Task[Built]) -> None:
+        self.task = task
+        self.waiters = 0
+
+
+class Programs:
+    """The programs of one node."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Built] = OrderedDict()
+        self._bytes = 0
+        self._making: dict[str, _Making] = {}
+
+    @staticmethod
+    def key(layers: Sequence[str], language: Language, source: bytes, files: Mapping[bytes, bytes]) -> str:
+        """Names what is made of these."""
+        digest = hashlib.sha256()
+        for part in (*map(str.encode, layers), *map(str.encode, TOOLS[language].compile), b"", source):
+            digest.update(b"%d:" % len(part) + part)
+        for path in sorted(files):
+            digest.update(b"%d:%d:" % (len(path), len(files[path])) + path + files[path])
+        return digest.hexdigest()
+
+    def known(self, key: str) -> bool:
+        """Whether it is there already."""
+        return key in self._known
+
+    async def get(self, key: str, make: Callable[[], Awaitable[Ran]]) -> Built:
+        """What `make` makes, once for all who ask. Raises what it raises."""
+        found = self._known.get(key)
+        if found is not None:
+            self._known.move_to_end(key)
+            return found
+        making = self._making.get(key)
+        fresh = making is None
+        if making is None:
+            making = self._making[key] = _Making(asyncio.ensure_future(self._make(key, make)))
+        making.waiters += 1
+        try:
+            built = await asyncio.shield(making.task)
+        finally:
+            making.waiters -= 1
+            if not making.waiters and not making.task.done():
+                making.task.cancel()
+                self._making.pop(key, None)
+        return Built(ran=built.ran, program=built.program, fresh=fresh)
+
+    async def _make(self, key: str, make: Callable[[], Awaitable[Ran]]) -> Built:
+        own = asyncio.current_task()
+        try:
+            ran = await make()
+        finally:
+            if key in self._making and self._making[key].task is own:
+                del self._making[key]
+        program = ran.fetched.get(PROGRAM) if ran.status.exit_code == 0 else None
+        built = Built(ran=Ran(status=ran.status, stdout=ran.stdout, stderr=ran.stderr), program=program)
+        if ran.status.cause is Cause.EXITED and not ran.missing:
+            self._keep(key, built)
+        return built
+
+    def _keep(self, key: str, built: Built) -> None:
+        self._known[key] = built
+        self._bytes += _size(built)
+        while self._bytes > KEPT_BYTES:
+            self._bytes -= _size(self._known.popitem(last=False)[1])
+
+
+def compile_job(
+    project: str, environment: str, language: Language, files: Mapping[bytes, bytes], compile_s: float
+) -> Job:
+    """The compiler's run over `files`, the source among them."""
+    return Job(
+        project=project,
+        environment=environment,
+        argv=TOOLS[language].compile,
+        files=files,
+        limits=JudgeLimits(
+            cpu_s=LIMITS.cpu_s,
+            wall_s=compile_s,
+            memory_bytes=LIMITS.memory_bytes,
+            output_bytes=LIMITS.output_bytes,
+            pids=LIMITS.pids,
+        ),
+        fetch=(PROGRAM,),
+    )
+
+
+def _size(built: Built) -> int:
+    return _LEAST_BYTES + len(built.program or b"") + len(built.ran.stdout) + len(built.ran.stderr)

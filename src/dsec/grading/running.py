@@ -1,0 +1,56 @@
+"""What the judge asks of whatever runs programs for it: one command in a place of its own.
+
+A runner promises: the command runs as an unprivileged user in a fresh place without network, with `/tmp` as its home
+and working directory; nothing of it is left when `run` returns or is cancelled; it is ended soon after it has used
+`limits.cpu_s` of CPU time, and at `limits.wall_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from msgspec import Struct
+
+from dsec.spec.judging import JudgeLimits
+from dsec.spec.sandbox import ExecStatus
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """One command."""
+
+    project: str
+    environment: str
+    argv: tuple[str, ...]
+    files: Mapping[bytes, bytes] = {}
+    """Path -> content, there before the command begins: anybody may read and execute them."""
+    stdin: bytes = b""
+    limits: JudgeLimits = JudgeLimits()
+    fetch: tuple[bytes, ...] = ()
+    """Files to bring back, as the submission's own user may read them."""
+    fetch_bytes: int = 64 << 20
+    """The most that is brought back in all; what is beyond is left out."""
+
+
+class Ran(Struct, frozen=True, kw_only=True):
+    """How a command ended."""
+
+    status: ExecStatus
+    stdout: bytes = b""
+    stderr: bytes = b""
+    fetched: dict[bytes, bytes] = {}
+    """What there was of the files that were asked for."""
+
+    @property
+    def missing(self) -> bool:
+        """The command itself wasn't there."""
+        return self.status.exit_code == 127
+
+
+class Runner(Protocol):
+    """Runs commands for the judge."""
+
+    async def run(self, job: Job) -> Ran:
+        """Cancelling it ends the command. Raises `EnvironmentNotFound`, `InvalidRequest`, `SandboxEnded` (its details
+        have the `cause`) and whatever the platform can fail with."""
+        ...
