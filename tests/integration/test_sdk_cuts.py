@@ -29,7 +29,7 @@ class Through:
 
     async def fresh(self, *cuts: int) -> None:
         """The next connections let through so many bytes of answers each."""
-        await self.client._transport._close_session()  # the next request makes a connection
+        await self.client._transport._disconnect()  # the next request makes a connection
         self.proxy.cuts = list(cuts)
         self.proxy.answered = 0
 

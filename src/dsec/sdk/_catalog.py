@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import ErrorBody, Unavailable, from_body
+from dsec.sdk._answers import cut_errors, decoded
 from dsec.sdk._context import pack_context
-from dsec.sdk._transport import Transport, cut_errors, decoded
+from dsec.sdk._transport import Transport
 from dsec.spec.network import Network
 
 _JSON = {"Content-Type": "application/json"}

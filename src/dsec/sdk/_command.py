@@ -27,14 +27,14 @@ from dsec.errors import (
     Unavailable,
     from_body,
 )
+from dsec.sdk._answers import Answer, cut_errors
 from dsec.sdk._results import CommandResult, Output, make_result
-from dsec.sdk._transport import Body, Retry, Transport, cut_errors, timed_out
+from dsec.sdk._transport import Body, Retry, Transport, timed_out
 from dsec.spec.sandbox import ExecStatus
 from dsec.wire.exec_stream import MEDIA_TYPE, ClientKind, ServerDecoder, ServerKind, encode
 from dsec.wire.frames import ProtocolError
 
 if TYPE_CHECKING:
-    import aiohttp
     from yarl import URL
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class AsyncCommand:
         self._status: ExecStatus | None = None
         self._failure: DsecError | None = None
         self._result: CommandResult | None = None
-        self._response: aiohttp.ClientResponse | None = None
+        self._answer: Answer | None = None
         self._decoder = ServerDecoder()
         self._retry: Retry | None = None
         self._stdin_at: int | None = None if body is None else 0
@@ -218,9 +218,9 @@ class AsyncCommand:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._response is not None:
-            self._response.close()
-            self._response = None
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
 
     async def __aenter__(self) -> AsyncCommand:
         return self
@@ -280,14 +280,14 @@ class AsyncCommand:
         ERROR frame, and again if called again."""
         if self._failure is not None:
             raise self._failure
-        response = self._response
-        if response is None:
-            response = self._response = await self._connect()
+        answer = self._answer
+        if answer is None:
+            answer = self._answer = await self._connect()
             self._decoder = ServerDecoder()
         cut: BaseException | None = None
         data = b""
         try:
-            data = await response.content.readany()
+            data = await answer.read_some()
         except cut_errors() as error:
             cut = error
         except BaseException:
@@ -315,32 +315,31 @@ class AsyncCommand:
             elif kind is ServerKind.END:
                 self._status = _STATUS.decode(payload)
                 self._started = True
-                await self._whole(response)
+                await self._whole(answer)
                 if not self._own_key:
                     await self._calls.finished(self.key)
             else:
                 self._failure = from_body(_ERROR.decode(payload))
-                self._failure.details.setdefault("request_id", response.headers.get("X-Request-Id", ""))
+                self._failure.details.setdefault("request_id", answer.header("X-Request-Id") or "")
                 self._started = True
-                await self._whole(response)
+                await self._whole(answer)
                 if not self._queue:
                     raise self._failure
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, answer: Answer) -> None:
         """The last frame has come: see the body's end too, so that the connection can be used again."""
-        if not response.content.is_eof():
+        if not answer.at_end:
             with contextlib.suppress(*cut_errors()):
-                await response.content.readany()
-        response.release()
-        self._response = None
+                await answer.read_some()
+        self._disconnect()
 
-    async def _connect(self) -> aiohttp.ClientResponse:
+    async def _connect(self) -> Answer:
         calls, transport = self._calls, self._transport
         if self._started or self._body is None:
             hold_ms = 0 if self._interactive else None
             url = calls.url(self.key, stdout_from=self._seen[0], stderr_from=self._seen[1], hold_ms=hold_ms)
             try:
-                return await transport.open("GET", url, retry=self._retry)
+                return await transport.send("GET", url, retry=self._retry)
             except NotFound as error:
                 if not self._started or isinstance(error, SandboxNotFound):
                     raise
@@ -351,9 +350,9 @@ class AsyncCommand:
         if not done or self._interactive:
             calls.done += done
             url = calls.interactive_url() if self._interactive else calls.start_url(self._patient)
-            return await transport.open("POST", url, body=body, headers=headers, retry=self._retry)
+            return await transport.send("POST", url, body=body, headers=headers, retry=self._retry)
         try:
-            return await transport.open(
+            return await transport.send(
                 "POST",
                 calls.start_url(self._patient),
                 body=body,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
-from dsec.sdk._transport import Retry, Transport, cut_errors, decoded
+from dsec.sdk._answers import cut_errors, decoded
+from dsec.sdk._transport import Retry, Transport
 from dsec.spec.events import EventType, SandboxEvent
 from dsec.spec.trajectory import Entry, EntryType
 

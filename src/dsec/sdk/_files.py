@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import FileMissing, InvalidRequest, Unavailable
+from dsec.sdk._answers import cut_errors
 from dsec.sdk._streams import AsyncWatch
-from dsec.sdk._transport import Body, Retry, Transport, cut_errors, timed_out
+from dsec.sdk._transport import Body, Retry, Transport, timed_out
 from dsec.spec.sandbox import FileInfo
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from dsec.errors import ErrorBody
-from dsec.sdk._transport import Retry, Transport, cut_errors, decoded, timed_out
+from dsec.sdk._answers import cut_errors, decoded
+from dsec.sdk._transport import Retry, Transport, timed_out
 from dsec.spec.sandbox import ExecStatus, SandboxInfo
 
 if TYPE_CHECKING:

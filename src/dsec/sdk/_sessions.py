@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import InvalidRequest
-from dsec.sdk._transport import Retry, Transport, cut_errors, timed_out
+from dsec.sdk._answers import cut_errors
+from dsec.sdk._transport import Retry, Transport, timed_out
 from dsec.spec.sessions import (
     SessionCommand,
     SessionInfo,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from dsec.errors import BY_CODE, DsecError, ErrorBody, InvalidRequest, PortClosed, Unavailable, from_body
-from dsec.sdk._transport import Transport, cut_errors, decoded, timed_out
+from dsec.sdk._answers import cut_errors, decoded
+from dsec.sdk._transport import Transport, timed_out
 from dsec.spec.sandbox import FileEvent, PortAccess
 from dsec.wire.events import from_json
 

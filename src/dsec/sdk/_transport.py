@@ -1,4 +1,5 @@
-"""Requests over aiohttp: connections, retries, errors, time limits. One `Transport` a client.
+"""Requests: connections, retries, errors, time limits. One `Transport` a client. Short ones, commands among them, go
+over `_http`'s connections; what streams a body, or is streamed for long, over aiohttp.
 
 Invariants: only requests that can be repeated are repeated (`replay`), always with the same idempotency key; every
 failure leaves as a `DsecError`; no time limit that the caller didn't name. A connection to a machine that vanished is
@@ -12,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
@@ -24,13 +26,26 @@ import msgspec
 from dsec.errors import (
     DsecError,
     ErrorBody,
+    InvalidRequest,
     OutcomeUnknown,
     RequestTimeout,
     Unauthenticated,
     Unavailable,
     from_body,
 )
+from dsec.sdk._answers import (
+    Answer,
+    Source,
+    SourceFailed,
+    Streamed,
+    connect_errors,
+    cut_errors,
+    decoded,
+    failure_of,
+    reason,
+)
 from dsec.sdk._config import Endpoint, find_endpoint, renewed_key
+from dsec.sdk._http import CONNECT_TIMEOUT_S, IDLE_S, Pool, keep_alive
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,18 +55,18 @@ T = TypeVar("T")
 Body = bytes | Callable[[], AsyncIterable[bytes | memoryview]] | None
 """Bytes, or a function that gives the chunks afresh for each attempt."""
 
-CONNECT_TIMEOUT_S = 10.0
 RETRY_S = 30.0
-_IDLE_S = 60.0
-"""Idle connections are closed before the server would do it."""
 _NEW_KEY_S = 3.0
 """How long a server that has just started may take to write its new key."""
 _FIRST_DELAY_S = 0.01
 _MAX_DELAY_S = 2.0
-_RETRIED = frozenset({429, 502, 503, 504})
 _ERROR = msgspec.json.Decoder(ErrorBody)
+_VISIBLE = re.compile(r"[!-~]+")
 _kept: list[Any] = []
 """Sessions of another event loop or of the parent process: never used again, and not to be closed from here."""
+
+
+A = TypeVar("A", bound=Answer)
 
 
 class Transport:
@@ -69,10 +84,13 @@ class Transport:
         """The server has accepted our key before."""
         self._renewing = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
+        self._pool: Pool | None = None
+        self._head: tuple[str, str] = ("", "")
+        """An API key, and the headers that requests with it begin with."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._closed = False
-        self._closer: AsyncGenerator[None] | None = None
+        self._closers: list[AsyncGenerator[None]] = []
         self._key_prefix = ""
         self._key_pid = 0
         self._keys = 0
@@ -135,17 +153,51 @@ class Transport:
     ) -> T:
         retry = Retry(self)
         while True:
-            response = await self.open(method, url, body=body, headers=headers, replay=replay, retry=retry)
+            answer = await self.send(method, url, body=body, headers=headers, replay=replay, retry=retry)
             try:
-                data = await response.read()
+                data = await answer.read()
             except cut_errors() as error:
                 if not replay:
-                    raise _unknown(error, response.headers.get("X-Request-Id")) from error
+                    raise _unknown(error, answer.header("X-Request-Id")) from error
                 await retry.wait(error)
                 continue
             if kind is type(None):
                 return None
             return decoded(data, kind)
+
+    async def send(
+        self,
+        method: str,
+        url: URL,
+        *,
+        body: Body = None,
+        headers: Mapping[str, str] | None = None,
+        replay: bool = True,
+        retry: Retry | None = None,
+    ) -> Answer:
+        """A request whose answer (2xx) the caller reads. Retries until there is one. Raises as `call`."""
+        if callable(body):
+            response = await self.open(method, url, body=body, headers=headers, replay=replay, retry=retry)
+            return Streamed(response)
+        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]) if headers else ""
+        if self.speaks_for:
+            named += f"X-Dsec-Run: {self.speaks_for}\r\n"
+        target = url.raw_path_qs
+        request_id = self.new_request_id()
+        if not (_VISIBLE.fullmatch(target) and named.isascii()):
+            raise InvalidRequest("the address or a header of the request holds characters that can't be sent")
+        named += f"X-Request-Id: {request_id}\r\nContent-Length: {len(body or b'')}\r\n\r\n"
+
+        async def attempt() -> Answer:
+            pool = self._pool
+            if pool is None or self._loop is not asyncio.get_running_loop() or self._pid != os.getpid():
+                pool = await self._new_pool(url)
+            if self._head[0] != self.endpoint.api_key or not self._head[1]:
+                self._head = (self.endpoint.api_key, pool.head(self.endpoint.api_key))
+            head = f"{method} {target} HTTP/1.1\r\n{self._head[1]}{named}".encode("latin-1")
+            return await pool.ask(head + body if body else head)
+
+        return await self._until_answered(attempt, request_id, replay, retry)
 
     async def open(
         self,
@@ -157,23 +209,37 @@ class Transport:
         replay: bool = True,
         retry: Retry | None = None,
     ) -> aiohttp.ClientResponse:
-        """A request whose answer (2xx) the caller reads. Retries until there is one."""
-        errors = cut_errors()
+        """As `send`, by aiohttp."""
         request_id = self.new_request_id()
         headers = {**headers, "X-Request-Id": request_id} if headers else {"X-Request-Id": request_id}
         if self.speaks_for:
             headers["X-Dsec-Run"] = self.speaks_for
-        while True:
+
+        async def attempt() -> Streamed:
             session = self._session if self._usable() else await self._new_session()
             assert session is not None
-            source = _Source(body()) if callable(body) else None
+            source = Source(body()) if callable(body) else None
+            try:
+                return Streamed(await session.request(method, url, data=source or body, headers=headers))
+            except cut_errors():
+                if source is not None and source.error is not None:
+                    raise SourceFailed(source.error) from None
+                raise
+
+        try:
+            return (await self._until_answered(attempt, request_id, replay, retry)).response
+        except SourceFailed as failed:
+            raise failed.error from None
+
+    async def _until_answered(
+        self, attempt: Callable[[], Awaitable[A]], request_id: str, replay: bool, retry: Retry | None
+    ) -> A:
+        while True:
             used = self.endpoint.api_key
             try:
-                response = await session.request(method, url, data=source or body, headers=headers)
-            except errors as error:
-                if source is not None and source.error is not None:
-                    raise source.error from None
-                connecting = isinstance(error, _connect_errors())
+                answer = await attempt()
+            except cut_errors() as error:
+                connecting = isinstance(error, connect_errors())
                 if connecting and not self._reached:
                     raise self._unreachable(error) from error
                 if not (replay or connecting):
@@ -182,14 +248,14 @@ class Transport:
                 await retry.wait(error, request_id=request_id)
                 continue
             self._reached = True
-            if response.status < 400:
+            if answer.status < 400:
                 self._known = True
-                return response
-            failure, again_s = await _failure(response)
+                return answer
+            failure, again_s = await failure_of(answer)
             failure.details.setdefault("request_id", request_id)
             if isinstance(failure, Unauthenticated) and self._known and await self._new_key(used):
                 continue
-            if again_s is None or not (replay or response.status == 429):
+            if again_s is None or not (replay or answer.status == 429):
                 raise failure
             retry = retry or Retry(self)
             await retry.wait(failure, at_least_s=again_s)
@@ -213,7 +279,7 @@ class Transport:
                     continue
                 raise failure from None
             except cut_errors() as error:
-                if isinstance(error, _connect_errors()) and not self._reached:
+                if isinstance(error, connect_errors()) and not self._reached:
                     raise self._unreachable(error) from error
                 retry = retry or Retry(self)
                 await retry.wait(error)
@@ -223,7 +289,7 @@ class Transport:
 
     def _unreachable(self, error: BaseException) -> Unavailable:
         return Unavailable(
-            f"no server answers at {self.endpoint.url}: {_reason(error)}",
+            f"no server answers at {self.endpoint.url}: {reason(error)}",
             remedy="start one with `dsec serve`, or set DSEC_URL and DSEC_API_KEY",
         )
 
@@ -254,16 +320,24 @@ class Transport:
             and self._pid == os.getpid()
         )
 
+    def _enter(self) -> None:
+        """This event loop, and this process, are where it works from now on."""
+        if self._closed:
+            raise Unavailable("this client was closed", remedy="make a new one")
+        if self._loop is not asyncio.get_running_loop() or self._pid != os.getpid():
+            _kept.extend(each for each in (self._session, self._pool) if each is not None and not each.closed)
+            self._session = self._pool = None
+            self._loop = asyncio.get_running_loop()
+            self._pid = os.getpid()
+            self._renewing = asyncio.Lock()
+
     async def _new_session(self) -> aiohttp.ClientSession:
         import aiohttp  # noqa: PLC0415
 
-        if self._closed:
-            raise Unavailable("this client was closed", remedy="make a new one")
-        if self._session is not None and not self._session.closed:
-            _kept.append(self._session)
+        self._enter()
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"} if self.endpoint.api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -272,40 +346,34 @@ class Transport:
             read_bufsize=256 << 10,
         )
         self._session._retry_connection = False  # it would repeat any PUT or DELETE, appending ones too
-        self._loop = asyncio.get_running_loop()
-        self._pid = os.getpid()
-        self._renewing = asyncio.Lock()
-        # An event loop closes the asynchronous generators that are still open when it ends, and so the session of a
-        # client that nobody closed.
-        self._closer = _close_at_end(self._session)
-        await anext(self._closer)
+        await self._close_at_end(self._session)
         return self._session
+
+    async def _new_pool(self, url: URL) -> Pool:
+        self._enter()
+        self._pool = Pool(url)
+        await self._close_at_end(self._pool)
+        return self._pool
+
+    async def _close_at_end(self, connections: _Closable) -> None:
+        """An event loop closes the asynchronous generators that are still open when it ends, and so the connections of
+        a client that nobody closed."""
+        closer = _closing(connections)
+        await anext(closer)
+        self._closers.append(closer)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
         self._closed = True
-        await self._close_session()
+        await self._disconnect()
 
-    async def _close_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None and self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
-            await session.close()
-
-
-class _Source:
-    """A streamed body; keeps what its chunks' maker raised, which aiohttp turns into a connection error."""
-
-    def __init__(self, chunks: AsyncIterable[bytes | memoryview]) -> None:
-        self._chunks = chunks
-        self.error: Exception | None = None
-
-    async def __aiter__(self) -> AsyncIterator[bytes | memoryview]:
-        try:
-            async for chunk in self._chunks:
-                yield chunk
-        except Exception as error:
-            self.error = error
-            raise
+    async def _disconnect(self) -> None:
+        session, pool = self._session, self._pool
+        self._session = self._pool = None
+        if self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
+            for each in (session, pool):
+                if each is not None:
+                    await each.close()
 
 
 class Retry:
@@ -324,7 +392,7 @@ class Retry:
             if isinstance(error, DsecError):
                 raise error
             raise Unavailable(
-                f"the connection to {self._transport.endpoint.url} broke and could not be made again: {_reason(error)}",
+                f"the connection to {self._transport.endpoint.url} broke and could not be made again: {reason(error)}",
                 remedy="see whether the server runs; then try again",
                 **_named(request_id),
             ) from error
@@ -332,22 +400,15 @@ class Retry:
         await asyncio.sleep(delay)
 
 
-async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+async def _closing(connections: _Closable) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        await session.close()
-
-
-def decoded(data: bytes, kind: type[T]) -> T:
-    """An answer of the server's. Raises `Unavailable` where something else answered."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Unavailable(
-            f"the answer is not that of a dsec server of this version: {error}",
-            remedy="check the URL and `dsec version`",
-        ) from error
+        await connections.close()
 
 
 def timed_out(request_timeout_s: float, **details: object) -> RequestTimeout:
@@ -368,40 +429,9 @@ def _refusal(error: aiohttp.WSServerHandshakeError) -> DsecError:
         return Unavailable(f"HTTP status {error.status}: {error.message}", remedy="check the URL of the server")
 
 
-async def _failure(response: aiohttp.ClientResponse) -> tuple[DsecError, float | None]:
-    """The error of an answer, and after how long to try again (None: not)."""
-    after = response.headers.get("Retry-After")
-    request_id = response.headers.get("X-Request-Id")
-    try:
-        data = await response.read()
-    except cut_errors():
-        data = b""
-    error: DsecError
-    try:
-        error = from_body(_ERROR.decode(data))
-        foreign = False
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # a proxy in between, say
-        text = data[:200].decode("utf-8", "replace")
-        error = Unavailable(f"HTTP status {response.status}: {text}", remedy="check the URL of the server")
-        foreign = True
-    if request_id:
-        error.details.setdefault("request_id", request_id)
-    if response.status not in _RETRIED or not (after or foreign):
-        return error, None
-    try:
-        return error, float(after or 0)
-    except ValueError:
-        return error, 1.0
-
-
-def _reason(error: BaseException) -> object:
-    """Of a broken connection, in words."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 def _unknown(error: BaseException, request_id: str | None) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"the connection broke before the answer came: {_reason(error)}",
+        f"the connection broke before the answer came: {reason(error)}",
         remedy="it may have happened: look before you repeat it",
         **_named(request_id),
     )
@@ -409,25 +439,6 @@ def _unknown(error: BaseException, request_id: str | None) -> OutcomeUnknown:
 
 def _named(request_id: str | None) -> dict[str, str]:
     return {"request_id": request_id} if request_id else {}
-
-
-_errors: dict[str, tuple[type[BaseException], ...]] = {}
-
-
-def cut_errors() -> tuple[type[BaseException], ...]:
-    """What a broken connection raises."""
-    found = _errors.get("cut")
-    if found is None:
-        import aiohttp  # noqa: PLC0415
-
-        found = _errors["cut"] = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
-    return found
-
-
-def _connect_errors() -> tuple[type[BaseException], ...]:
-    import aiohttp  # noqa: PLC0415
-
-    return (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 def _quoted(value: object) -> str:
@@ -438,11 +449,7 @@ def _quoted(value: object) -> str:
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     sock = socket.socket(address[0], address[1], address[2])
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000)):
-        option = getattr(socket, name, None)  # not on every platform
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    keep_alive(sock)
     return sock
 
 
