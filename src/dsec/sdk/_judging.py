@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import DsecError, InvalidRequest
-from dsec.sdk._transport import Retry, Transport, cut_errors, decoded, timed_out
+from dsec.sdk._answers import cut_errors, decoded
+from dsec.sdk._transport import Retry, Transport, timed_out
 from dsec.spec.judging import Case, CaseVerdict, Judged, JudgeLine, JudgeSpec, JudgeVerdict
 
 _JSON = {"Content-Type": "application/json"}
