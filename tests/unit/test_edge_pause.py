@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from edge_kit import Kit, finish, spec, until
 
+from dsec.backends.fake.backend import FakeInstance
 from dsec.edge.client import Created
 from dsec.edge.node import Edge
 from dsec.errors import Conflict, SandboxEnded
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
+from dsec.spec.runs import RunRequest
 from dsec.spec.sandbox import ExecSpec, PausedBy, SandboxSpec, State
 from dsec.testing.clock import FakeClock
 
@@ -198,6 +200,35 @@ async def test_many_in_one_call(kit: Kit) -> None:
         results = await edge.pause_many("q", ids=[other, "nosuch"])
         assert [item.error.code for item in results if item.error] == ["sandbox_not_found"] * 2
         assert edge.get(other).state is State.RUNNING
+
+
+@pytest.mark.parametrize("by", ["a call", "a lapse"])
+async def test_many_at_once_leave_others_their_turns(
+    kit: Kit, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    turn, frozen = 0, dict[int, int]()
+    freeze = FakeInstance.freeze
+
+    def counted(self: FakeInstance, now: bool) -> None:
+        frozen[turn] = frozen.get(turn, 0) + 1
+        freeze(self, now)
+
+    monkeypatch.setattr(FakeInstance, "freeze", counted)
+    async with kit.edge() as edge:
+        edge.open_run("p", RunRequest(name="r", lease_s=10, on_lapse="pause"))
+        for _ in range(80):
+            await make(edge, spec(run="r", ttl_s=None))
+        if by == "a call":
+            pausing = asyncio.ensure_future(edge.pause_many("p", run="r"))
+        else:
+            pausing = asyncio.ensure_future(clock.advance(11))
+        async with asyncio.timeout(20):
+            while sum(frozen.values()) < 80:
+                await asyncio.sleep(0)
+                turn += 1
+        await pausing
+        assert max(frozen.values()) <= 16, frozen
+        assert len((await edge.list_sandboxes("p", states=[State.PAUSED])).sandboxes) == 80
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

@@ -11,13 +11,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from msgspec import Struct
 
-from dsec.app import open_edge, read_config
 from dsec.bench.output import say
 from dsec.edge.commands import Command
 from dsec.edge.node import Edge
@@ -72,24 +70,23 @@ class Plan(Struct, frozen=True, kw_only=True):
     """At once, in each turn."""
 
 
-async def measure(plan: Plan, state: Path) -> dict[str, Any]:
-    """All figures. Starts an edge of its own on `state`. Raises `DsecError`."""
-    async with open_edge(read_config(state), keep=False) as edge:
-        spec = SandboxSpec(environment=plan.environment, pids=256)
-        boxes = [(await edge.create(spec, project="bench")).sandbox.id for _ in range(8)]
-        recording = edge._commands.recording
-        sides = {True: _Turns(), False: _Turns()}
-        keys = iter(range(1 << 40))
-        try:
-            for turn in range(plan.rounds + 1):
-                for on in (True, False) if turn % 2 else (False, True):
-                    edge._commands.recording = recording if on else _silent(recording)
-                    await _turn(edge, boxes, sides[on] if turn else _Turns(), keys, plan)
-        finally:
-            edge._commands.recording = recording
-            for box in boxes:
-                with suppress(DsecError):
-                    await edge.delete(box)
+async def measure(edge: Edge, plan: Plan) -> dict[str, Any]:
+    """All figures. Raises `DsecError`."""
+    spec = SandboxSpec(environment=plan.environment, pids=256)
+    boxes = [(await edge.create(spec, project="bench")).sandbox.id for _ in range(8)]
+    recording = edge._commands.recording
+    sides = {True: _Turns(), False: _Turns()}
+    keys = iter(range(1 << 40))
+    try:
+        for turn in range(plan.rounds + 1):
+            for on in (True, False) if turn % 2 else (False, True):
+                edge._commands.recording = recording if on else _silent(recording)
+                await _turn(edge, boxes, sides[on] if turn else _Turns(), keys, plan)
+    finally:
+        edge._commands.recording = recording
+        for box in boxes:
+            with suppress(DsecError):
+                await edge.delete(box)
     with_log, without = sides[True], sides[False]
     p50 = median(with_log.p50_ms), median(without.p50_ms)
     rate = median(with_log.rates), median(without.rates)

@@ -33,6 +33,9 @@ from dsec.spec.sandbox import PausedBy, State
 if TYPE_CHECKING:
     from dsec.edge.client import Created
 
+_A_TURN = 16
+"""Sandboxes that a lapse reaches in one turn of the event loop."""
+
 
 class Runs:
     """For the event loop."""
@@ -42,6 +45,7 @@ class Runs:
         self._lives = lives
         self._pauses = pauses
         self._clock = clock
+        self._tasks = tasks
         self._timers = Timers(clock, tasks, self._lapse)
         self._runs = store.all()
 
@@ -115,9 +119,21 @@ class Runs:
         log.info("the lease of the run %s lapsed: %s", name, run.on_lapse)
         if run.on_lapse == "keep":
             return
+        self._tasks.spawn(self._apply_all(project, run))
+
+    async def _apply_all(self, project: str, run: RunInfo) -> None:
+        """A few in each turn of the event loop, so that a large run's lapse doesn't hold up the others."""
+        applied = 0
         for sandbox in list(self._lives.sandboxes.values()):
-            if sandbox.record.project == project and sandbox.record.run == name:
-                self._apply(sandbox, run)
+            if sandbox.record.project != project or sandbox.record.run != run.name:
+                continue
+            now = self._runs.get((project, run.name))
+            if now is None or not now.lapsed:
+                return  # somebody came back meanwhile
+            self._apply(sandbox, run)
+            applied += 1
+            if applied % _A_TURN == 0:
+                await asyncio.sleep(0)
 
     def _apply(self, sandbox: Sandbox, run: RunInfo) -> None:
         if run.on_lapse == "stop":

@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from dsec.kernel import btrfs, idmap, loop, mounts, syscalls, zram
+from dsec.kernel import btrfs, idmap, loop, mounts, paging, syscalls, zram
 from dsec.kernel.mounts import ErofsMount
 from dsec.kernel.probes import Missing, need_program, probe
 from dsec.kernel.syscalls import KernelError
@@ -166,11 +166,13 @@ def _fanotify(place: Path) -> str:
 
 @probe("swap for paused sandboxes")
 def _swap(_: Path) -> str:
+    by = "process by process" if paging.can_advise() else "by their memory cgroups, since there is no process_madvise"
     found = zram.swaps()
     if found:
-        return f"swap on {', '.join(found)}"
+        return f"swap on {', '.join(found)}; paged out {by}"
     if zram.available():
-        return "none yet: the first pause makes compressed swap (zram)"
+        return f"none yet: the first pause makes compressed swap (zram); paged out {by}"
     raise Missing(
-        "the host has no swap and its kernel no zram", "modprobe zram; else paused sandboxes keep their memory."
+        "the host has no swap and its kernel no zram",
+        "modprobe zram; else paused sandboxes give back cached files alone and keep the rest of their memory.",
     )

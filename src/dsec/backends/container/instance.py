@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,6 +17,7 @@ from dsec.channel import SocketChannel
 from dsec.errors import SandboxNotFound
 from dsec.kernel import paging
 from dsec.kernel.cgroups import Slot
+from dsec.kernel.syscalls import KernelError
 from dsec.ports import InstanceEnd, PagedOut, Usage
 
 _FREEZE_S = 0.2
@@ -129,10 +131,18 @@ class ContainerInstance:
         before = paging.resident_bytes(pids)
         compressed = paging.compressed_bytes()
         paging.may_swap(self.slot, True)
-        for pid in pids:
-            if not self.frozen:
-                break
-            paging.page_out(pid, lambda: self.frozen)
+        by_pid, text = True, paging.Text()
+        try:
+            for pid in pids:
+                if not self.frozen:
+                    break
+                paging.page_out(pid, text, lambda: self.frozen)
+        except KernelError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            by_pid = False
+        if not (by_pid and paging.can_swap()):  # then its cgroup can give back its cached files at least
+            paging.reclaim(self.slot, lambda: self.frozen)
         return PagedOut(before, paging.resident_bytes(pids), max(0, paging.compressed_bytes() - compressed))
 
     async def serve_network(self, connected: Connected, query: Query) -> None:
