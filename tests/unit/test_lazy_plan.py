@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsec.store.format import BLOCK, CHUNK_BYTES, Manifest, Place, pack_chunks, pack_places
 from dsec.store.lazy.cache import CachedLayer, LazyCache
-from dsec.store.lazy.readahead import LAST_WINDOW_BYTES, Readahead
+from dsec.store.lazy.readahead import FILE_BYTES, LAST_WINDOW_BYTES, Readahead
 
 SIZES = st.lists(st.integers(1, CHUNK_BYTES // BLOCK).map(lambda blocks: blocks * BLOCK), min_size=1, max_size=40)
 
@@ -47,9 +47,31 @@ def test_two_readers_in_order_are_told_apart_and_a_lone_read_fetches_nothing() -
     ahead = Readahead(offsets([CHUNK_BYTES] * 100))
     assert not ahead.read(10, 10)
     assert not ahead.read(50, 50)
-    assert list(ahead.read(11, 11)) == [12]
-    assert list(ahead.read(51, 51)) == [52]
+    assert list(ahead.read(11, 11)) == [12, 13]
+    assert list(ahead.read(51, 51)) == [52, 53]
     assert not ahead.read(80, 80)
+
+
+def test_a_file_of_some_chunks_is_fetched_whole_and_once() -> None:
+    small, program, rest = [CHUNK_BYTES] * 3, [CHUNK_BYTES] * 20, BLOCK
+    huge = [CHUNK_BYTES] * (FILE_BYTES // CHUNK_BYTES)
+    ahead = Readahead(offsets([2 * BLOCK, *small, rest, 3 * BLOCK, *program, rest, *huge, rest]))
+    assert not ahead.file(0)
+    assert ahead.file(2) == range(1, 5)
+    assert not ahead.file(4)
+    assert not ahead.file(5)
+    assert not ahead.file(10)  # a larger one: with its second read
+    assert ahead.file(26) == range(6, 27)
+    assert not ahead.file(7)
+    assert not any(ahead.file(index) for index in range(27, 27 + len(huge) + 1) for _ in range(2))
+
+
+@given(SIZES)
+def test_what_is_fetched_as_a_file_has_the_chunk_that_was_read(sizes: list[int]) -> None:
+    ahead = Readahead(offsets(sizes))
+    for index in range(len(sizes)):
+        found = ahead.file(index)
+        assert not found or (index in found and found.stop <= len(sizes))
 
 
 def made(root: Path, sizes: list[int]) -> CachedLayer:
@@ -64,7 +86,9 @@ def made(root: Path, sizes: list[int]) -> CachedLayer:
     )
     places = pack_places(Place("0" * 64, at) for at in offsets(sizes)[:-1])
     cache = LazyCache(root / "cache")
-    cache.begin(manifest.digest, manifest.encode(), msgspec.json.encode(places), image)
+    cached = cache.begin(manifest.digest, manifest.encode(), msgspec.json.encode(places))
+    cache.finish(cached, [image])
+    cached.close()
     return CachedLayer(cache.path(manifest.digest), manifest.digest)
 
 

@@ -22,10 +22,9 @@ from dsec.bench.lazy_filler import far_store
 from dsec.edge.config import SystemClock
 from dsec.errors import DsecError
 from dsec.kernel import mounts, syscalls
-from dsec.kernel.mounts import ErofsMount
 from dsec.store.format import trace_key
 from dsec.store.index import ChunkIndex
-from dsec.store.layers import LayerFiles, LayerStore
+from dsec.store.layers import LayerFiles, LayerStore, mount_layer
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.leases import Leases
 from dsec.store.shared import SharedLayers
@@ -169,9 +168,8 @@ Node = LazyNode | WholeNode | LocalNode
 
 
 def _mount(files: LayerFiles, target: Path, *, lazy: bool) -> None:
-    """As `LayerMounts` does."""
     target.mkdir()
-    ErofsMount(files.image, target, direct_io=not lazy, data=files.data, loops=not lazy).mount()
+    mount_layer(files, target, lazy=lazy, loops=not lazy)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -114,6 +115,10 @@ class Mount(Protocol):
         ...
 
 
+_BACKINGS = Path("/sys/class/bdi")
+_counting = threading.Lock()
+
+
 class ErofsMount(Struct, frozen=True):
     """An EROFS image, file-backed (Linux 6.12 and newer), or by loop devices that free themselves at unmount."""
 
@@ -125,11 +130,27 @@ class ErofsMount(Struct, frozen=True):
     """The image's extra device."""
     loops: bool = True
     """Loop devices may stand in: not where reads of `data` raise events, which don't reach through them."""
+    readahead_kib: int = 0
+    """How far the kernel reads ahead and around in its files; 0: its own 128 KiB, with which a large file takes half as
+    long again as a plain one of the same disk."""
 
     def describe(self) -> str:
         return f"erofs {self.image} on {self.target} (read-only)"
 
     def mount(self) -> None:
+        if not self.readahead_kib:
+            self._mount_any()
+            return
+        with _counting:
+            before = set(os.listdir(_BACKINGS))
+            self._mount_any()
+            # Nothing says which one is a mount's: that which came with it, if it came alone.
+            fresh = [name for name in os.listdir(_BACKINGS) if name.startswith("erofs-") and name not in before]
+        if len(fresh) == 1:
+            with contextlib.suppress(OSError):
+                (_BACKINGS / fresh[0] / "read_ahead_kb").write_text(str(self.readahead_kib))
+
+    def _mount_any(self) -> None:
         device = [f"device={self.data}"] if self.data else []
         if self.direct_io:
             try:

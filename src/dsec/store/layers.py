@@ -38,6 +38,8 @@ from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manife
 from dsec.store.tree import Node, directory, walk
 
 ID_COUNT = 65_536
+READAHEAD_KIB = 1024
+"""Of complete layers: measured, docs/SPECIFICATION.md."""
 ALL_HOT_BYTES = 48 << 20
 """A layer up to this size is read whole when it is mounted."""
 
@@ -310,6 +312,14 @@ def _regular_files(top: Path) -> Iterator[Path]:
                 yield path
 
 
+def mount_layer(files: LayerFiles, target: Path, *, lazy: bool, loops: bool) -> None:
+    """Mount a layer as it is. `lazy`: its data comes as it is read. Raises KernelError."""
+    # Of a lazy one, what was just filled is in the page cache: reading around that would wait for the disk; and what is
+    # read ahead would be fetched before the reader goes on.
+    readahead_kib = 0 if lazy else READAHEAD_KIB
+    ErofsMount(files.image, target, not lazy, files.data, loops, readahead_kib).mount()
+
+
 class LayerMounts:
     """The mounted layers of this node."""
 
@@ -344,8 +354,7 @@ class LayerMounts:
                 image, data = self._store.files(digest)
                 lazy = self._store.is_lazy(digest)
                 plain.mkdir(parents=True, exist_ok=True)
-                # What was just filled is in the page cache: reading around it would wait for the disk.
-                ErofsMount(image, plain, direct_io=not lazy, data=data, loops=self._store.may_loop(digest)).mount()
+                mount_layer(LayerFiles(image, data), plain, lazy=lazy, loops=self._store.may_loop(digest))
                 self._mounted.add(plain)
                 if not lazy:
                     thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)

@@ -23,6 +23,7 @@ import shutil
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 from dsec.errors import LayerCorrupt
@@ -55,7 +56,9 @@ class CachedLayer:
         self.bitmap = os.open(root / "filled", os.O_RDWR | os.O_CLOEXEC)
         self._bits = mmap.mmap(self.bitmap, 0)
         self._go_back()
-        self.have = bytearray(self._is_filled(chunk) for chunk in self.chunks)
+        self.have = bytearray(len(self.chunks))
+        if any(bytes(self._bits)):
+            self.have[:] = bytes(self._is_filled(chunk) for chunk in self.chunks)
         self.missing = self.have.count(0)
         self.dirty = False
         """Filled something since the last `sync`."""
@@ -129,7 +132,7 @@ class CachedLayer:
 
     def punch(self, indexes: Iterable[int]) -> None:
         """Give the disk space of those of these chunks back that aren't noted. No read of them that was allowed may be
-        on its way. On the thread that writes and notes: a chunk must not arrive between the look and the hole."""
+        on its way, and none of them may be being written. On the thread that notes."""
         for index in indexes:
             if not self.have[index]:
                 punch_hole(self.data, self.chunks[index].offset, self.chunks[index].size)
@@ -140,16 +143,14 @@ class CachedLayer:
         boot, bits = synced[:_SYNCED_HEAD], synced[_SYNCED_HEAD:]
         if boot != boot_id():
             self._bits[:] = bits if len(bits) == len(self._bits) else bytes(len(self._bits))
-            # Promises of nothing need no disk: what is lost of them promises nothing, too.
-            self._write_synced(bytes(self._bits), durable=any(self._bits))
+            self._write_synced(bytes(self._bits))
 
-    def _write_synced(self, bits: bytes, *, durable: bool = True) -> None:
+    def _write_synced(self, bits: bytes) -> None:
         temporary = self.root / "synced.new"
         with open(temporary, "wb") as file:
             file.write(boot_id() + bits)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self.root / "synced")
 
     def _is_filled(self, chunk: Chunk) -> bool:
@@ -181,27 +182,36 @@ class LazyCache:
     def path(self, layer: str) -> Path:
         return self.root / layer
 
-    def begin(self, layer: str, manifest: bytes, placement: bytes, metadata: bytes) -> None:
-        """Make a layer's directory, empty of data. `metadata` is verified already; the others are checked. Idempotent.
-
-        Raises `LayerCorrupt`.
-        """
+    def begin(self, layer: str, manifest: bytes, placement: bytes) -> CachedLayer:
+        """Make a layer's directory, empty of data and without metadata: nobody sees it before `finish`. Raises
+        `LayerCorrupt`."""
         size = decode_manifest(manifest, layer).data_bytes
-        decode_placement(placement, layer)
         scratch = self._scratch / layer
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        for name, data in (("manifest.json", manifest), ("placement.json", placement), ("meta.erofs", metadata)):
+        bits = max(1, -(-size // (8 * BLOCK)))
+        # Promises of nothing need no disk: what is lost of them promises nothing, too.
+        synced = boot_id() + bytes(bits)
+        for name, data in (("manifest.json", manifest), ("placement.json", placement), ("synced", synced)):
             (scratch / name).write_bytes(data)
-        for name, length in (("data", size), ("filled", max(1, -(-size // (8 * BLOCK))))):
+        for name, length in (("data", size), ("filled", bits)):
             with open(scratch / name, "wb") as file:
                 file.truncate(length)
-        try:
-            scratch.rename(self.root / layer)
-        except OSError:
-            if not (self.root / layer / "manifest.json").exists():
-                raise
-            shutil.rmtree(scratch)
+        return CachedLayer(scratch, layer)
+
+    def finish(self, cached: CachedLayer, metadata: Iterable[bytes]) -> None:
+        """Let a layer that was begun appear, with its metadata image (in parts). Raises `LayerCorrupt` where that is
+        another one."""
+        found = sha256()
+        with open(cached.root / "meta.erofs", "wb") as file:
+            for part in metadata:
+                found.update(part)
+                file.write(part)
+        if found.hexdigest() != cached.manifest.metadata:
+            raise LayerCorrupt(f"the metadata of layer {cached.layer} isn't what its manifest says", layer=cached.layer)
+        root = self.root / cached.layer
+        cached.root.rename(root)
+        cached.root = root
 
     def remove(self, layer: str) -> None:
         """Forget a layer that nothing mounts. Idempotent."""

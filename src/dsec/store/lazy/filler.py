@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import signal
@@ -33,10 +32,11 @@ from typing import Any
 
 import msgspec
 
-from dsec.errors import DsecError, Internal, InvalidRequest, LayerCorrupt, NotFound
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import (
     MANIFEST_BYTES,
+    Manifest,
     decode_manifest,
     is_layer,
     manifest_key,
@@ -54,6 +54,10 @@ log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
+_PARTS = 4
+"""A layer's metadata comes in so many requests at the same time,"""
+_PART_BYTES = 256 << 10
+"""none of them for less."""
 _PUNCHES = 64
 """Holes between two turns of the loop."""
 NICE = -10
@@ -135,20 +139,13 @@ class Filler:
             raise InvalidRequest(f"not a layer's digest: {layer[:80]!r}")
         async with self._attaching.setdefault(layer, asyncio.Lock()):
             served = self._served.get(layer)
-            trace: list[int] = []
-            if not self.cache.path(layer).exists():
-                trace, _ = await asyncio.gather(load_trace(self._store, layer), self._begin(layer))
-            elif served is None or (served.recorder is None and served.cached.missing):
-                trace = await load_trace(self._store, layer)
-            served = self._serve(layer)
+            if served is None and not self.cache.path(layer).exists():
+                served = await self._begin(layer)
+            else:
+                served = await self._again(layer)
             served.users = True
             if not served.cached.missing:
                 self._finish(served)  # it is mounted where reads don't ask: it must not be emptied
-            elif trace:
-                count = len(served.cached.chunks)
-                self.fetcher.begin(served.cached, [index for index in trace if index < count], background=True)
-            elif served.recorder is None:
-                served.recorder = Recorder(self._clock)
         cached = served.cached
         return {
             "metadata_bytes": cached.manifest.metadata_bytes,
@@ -156,19 +153,51 @@ class Filler:
             "complete": served.told_complete,
         }
 
-    async def _begin(self, layer: str) -> None:
-        manifest, placement = await asyncio.gather(
+    async def _begin(self, layer: str) -> _Served:
+        """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
+        manifest, placement, trace = await asyncio.gather(
             self._store.get(manifest_key(layer), 0, MANIFEST_BYTES),
             self._store.get(placement_key(layer), 0, MANIFEST_BYTES),
+            load_trace(self._store, layer),
         )
-        digest = decode_manifest(manifest, layer).metadata
-        metadata = await self._store.get(metadata_key(digest))
-        if hashlib.sha256(metadata).hexdigest() != digest:
-            raise LayerCorrupt(f"the metadata of layer {layer} is not what its manifest says", layer=layer)
-        await asyncio.to_thread(self.cache.begin, layer, manifest, placement, metadata)
+        image = asyncio.create_task(self._metadata(decode_manifest(manifest, layer)))
+        try:
+            cached = await asyncio.to_thread(self.cache.begin, layer, manifest, placement)
+        except BaseException:
+            image.cancel()
+            raise
+        try:
+            self._follow(cached, trace)
+            await asyncio.to_thread(self.cache.finish, cached, await image)
+        except BaseException:
+            image.cancel()
+            await self.fetcher.abandon(layer)
+            cached.close()
+            raise
+        return self._serve(layer, cached, recorder=None if trace else Recorder(self._clock))
 
-    def _serve(self, layer: str) -> _Served:
-        """Open it, under its number or a new one."""
+    async def _metadata(self, manifest: Manifest) -> list[bytes]:
+        """The metadata image, in parts."""
+        key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
+        step = max(_PART_BYTES, -(-size // _PARTS))
+        parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
+        return await asyncio.gather(*parts)
+
+    async def _again(self, layer: str) -> _Served:
+        served = self._serve(layer)
+        if served.recorder is None and served.cached.missing:
+            trace = await load_trace(self._store, layer)
+            self._follow(served.cached, trace)
+            if not trace:
+                served.recorder = Recorder(self._clock)
+        return served
+
+    def _follow(self, cached: CachedLayer, trace: Sequence[int]) -> None:
+        count = len(cached.chunks)
+        self.fetcher.ahead(cached, [index for index in trace if index < count])
+
+    def _serve(self, layer: str, cached: CachedLayer | None = None, recorder: Recorder | None = None) -> _Served:
+        """Open it, unless it is `cached` already, under its number or a new one."""
         served = self._served.get(layer)
         if served is not None:
             return served
@@ -180,10 +209,10 @@ class Filler:
             if number < 0:
                 raise Internal(f"more than {holder.BLOBS} lazy layers", remedy="Let the cache be smaller.")
             path.write_text(str(number))
-        cached = CachedLayer(self.cache.path(layer), layer)
+        cached = cached or CachedLayer(self.cache.path(layer), layer)
         self._numbers[number] = layer
         self._tell(layer, number)
-        served = _Served(cached, number, Readahead(cached.offsets), None)
+        served = _Served(cached, number, Readahead(cached.offsets), recorder)
         self._served[layer] = served
         return served
 
@@ -202,9 +231,7 @@ class Filler:
         served = self._served.get(layer)
         if served is None:
             raise NotFound(f"layer {layer} is not attached")
-        cached = served.cached
-        for future in self.fetcher.begin(cached, range(len(cached.chunks)), background=True):
-            await asyncio.shield(future)
+        await self.fetcher.ensure_all(served.cached)
         self._finish(served)
 
     def status(self) -> dict[str, Any]:
@@ -231,13 +258,12 @@ class Filler:
             self._questions.answer(waiting.token, errno.EIO)
             return
         chunks = served.cached.chunks_of(waiting.offset, waiting.size)
-        if served.recorder is not None:
-            served.recorder.read(chunks)
         waits = self.fetcher.begin(served.cached, chunks)
-        if chunks:
-            ahead = served.readahead.read(chunks[0], chunks[-1])
-            if ahead:
-                self.fetcher.begin(served.cached, ahead, background=True)
+        ahead = [*served.readahead.file(chunks[0]), *served.readahead.read(chunks[0], chunks[-1])] if chunks else []
+        if ahead:
+            self.fetcher.ahead(served.cached, ahead)
+        if served.recorder is not None:  # reads of what was fetched ahead don't come here
+            served.recorder.read((*chunks, *ahead))
         if not waits:
             self._questions.answer(waiting.token, 0)
             return
@@ -319,8 +345,10 @@ class Filler:
         await self._clock.sleep(1.0)
         if self._questions.idle_s(served.number) < time.monotonic() - before + self._idle_s / 2:
             return False
-        for first in range(0, len(served.cached.chunks), _PUNCHES):
-            served.cached.punch(range(first, min(first + _PUNCHES, len(served.cached.chunks))))
+        count = len(served.cached.chunks)
+        for first in range(0, count, _PUNCHES):
+            indexes = range(first, min(first + _PUNCHES, count))
+            served.cached.punch(i for i in indexes if not self.fetcher.flies(served.cached.layer, i))
             await asyncio.sleep(0)
         return True
 
