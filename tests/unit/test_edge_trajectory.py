@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,18 @@ def of(entries: list[Entry], kind: str) -> list[dict[str, Any]]:
     return [entry.data for entry in entries if entry.type == kind]
 
 
-def hide(place: Path) -> Path:
-    return place.rename(place.with_name("elsewhere"))
+@contextmanager
+def full_disk(edge: Edge) -> Iterator[None]:
+    """Nothing can be written to trajectories meanwhile."""
+    fd = edge._trajectories.store._fd
+    kept, full = os.dup(fd), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, fd)
+    try:
+        yield
+    finally:
+        os.dup2(kept, fd)
+        os.close(kept)
+        os.close(full)
 
 
 def directories(place: Path) -> list[Path]:
@@ -278,14 +290,10 @@ async def test_a_command_without_a_key_that_an_earlier_edge_began(kit: Kit) -> N
 
 
 async def test_what_cannot_be_written_down_is_not_done(edge: Edge, box: str) -> None:
-    """The log's place is gone: whatever the disk may say."""
     await run(edge, box, "true")
-    place = Path(edge._trajectories.store._place(box))
-    moved = hide(place)
-    with pytest.raises(Unavailable) as caught:
+    with full_disk(edge), pytest.raises(Unavailable) as caught:
         await edge.exec(box, ExecSpec(argv=["echo"], key="k"))
     assert caught.value.infra
-    moved.rename(place)
     assert not edge._lives.sandboxes[box].running().channel.operations()
     assert (await run(edge, box, "true", key="k"))[2].exit_code == 0
     assert len(chain(edge, box)) == 5
@@ -293,11 +301,8 @@ async def test_what_cannot_be_written_down_is_not_done(edge: Edge, box: str) -> 
 
 async def test_a_result_that_cannot_be_written_down_is_not_told_and_not_lost(edge: Edge, box: str) -> None:
     command = await edge.exec(box, ExecSpec(argv=["sh", "-c", "sleep 0.1; echo kept"], key="k"))
-    place = Path(edge._trajectories.store._place(box))
-    moved = hide(place)
-    with pytest.raises(Unavailable):
+    with full_disk(edge), pytest.raises(Unavailable):
         await finish(command)
-    moved.rename(place)
     assert (await finish(await edge.attach(box, "k")))[0] == b"kept\n"
     assert len(of(chain(edge, box), EntryType.RESULT)) == 1
 

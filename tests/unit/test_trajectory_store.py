@@ -26,7 +26,7 @@ def lines(store: TrajectoryStore, sandbox: str) -> list[bytes]:
 
 
 def log_of(root: Path, sandbox: str) -> Path:
-    return root / sandbox[-2:] / sandbox / "log"
+    return root / sandbox[:12] / sandbox / "log"
 
 
 async def filled(root: Path, count: int = 5, *, boot: str = "one", sync_s: float = 3600.0) -> TrajectoryStore:
@@ -110,6 +110,55 @@ async def test_it_goes_on_where_another_stopped(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_killed_process_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """However much of it is in the sandboxes' own files, and wherever their last write was torn."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(trajectory, "HELD_BYTES", rng.choice([0, 1000, 1 << 20]))
+    monkeypatch.setattr(trajectory, "HELD_MOST", rng.choice([3000, 1 << 20]))
+    store = await filled(tmp_path / "t", 10)
+    for n in range(20):
+        store.append(rng.choice((A, B)), 50.0, "exec", {"n": n})
+    shutil.copytree(tmp_path / "t", tmp_path / "after")
+    whole = {sandbox: lines(store, sandbox) for sandbox in (A, B)}
+    ends = {sandbox: [end for end, _ in store.lines(sandbox)] for sandbox in (A, B)}
+    await store.close()
+    for sandbox in (A, B):
+        path = log_of(tmp_path / "after", sandbox)
+        if path.exists():
+            os.truncate(path, rng.randrange(path.stat().st_size + 1))
+    again = TrajectoryStore(tmp_path / "after", boot="one")
+    for sandbox in (A, B):
+        assert lines(again, sandbox) == whole[sandbox]
+        assert [end for end, _ in again.lines(sandbox, ends[sandbox][3])] == ends[sandbox][4:]
+        assert again.append(sandbox, 60.0, "exec", {}) == len(whole[sandbox]) + 1
+        assert [end for end, _ in again.lines(sandbox, ends[sandbox][3])][:-1] == ends[sandbox][4:]
+    await again.close()
+
+
+async def test_what_is_held_for_the_own_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectory, "HELD_MOST", 5000)
+    store = TrajectoryStore(tmp_path / "t", boot="one")
+    for n in range(100):
+        store.begin(f"sandbox{n:05}")
+        store.append(f"sandbox{n:05}", 1.0, "create", {"n": n})
+        assert store._held <= 5000
+    assert [len(lines(store, f"sandbox{n:05}")) for n in range(100)] == [1] * 100
+    await store.close()
+    assert store._held == 0
+
+
+async def test_an_own_file_that_cannot_be_written_is_made_later(tmp_path: Path) -> None:
+    store = await filled(tmp_path / "t")
+    whole, place = lines(store, A), log_of(tmp_path / "t", A).parent.parent
+    place.write_text("in the way")
+    store.forget(A)
+    assert lines(store, A) == whole
+    place.unlink()
+    await store.close()
+    assert log_of(tmp_path / "t", A).read_bytes() == b"".join(whole)
+
+
 @pytest.mark.parametrize("left", [1, 30, 120])
 async def test_a_line_that_was_torn_by_a_kill_is_cut_off(tmp_path: Path, left: int) -> None:
     store = await filled(tmp_path / "t")
@@ -142,9 +191,12 @@ async def test_a_log_that_somebody_changed_takes_no_more(tmp_path: Path, which: 
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_what_was_synced_survives_a_power_loss(tmp_path: Path, seed: int) -> None:
+async def test_what_was_synced_survives_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Pages that were not synced are dropped at random, cut off or zero: what was promised is there."""
     rng = random.Random(seed)
+    monkeypatch.setattr(trajectory, "HELD_BYTES", rng.choice([0, 2000]))
     root = tmp_path / "t"
     store = await filled(root, 30)
     await asyncio.wait_for(store.synced(), 20)
@@ -278,6 +330,7 @@ async def test_old_logs_go_unless_they_are_wanted(tmp_path: Path) -> None:
     store = await filled(tmp_path / "t")
     past = 1_000_000.0
     for sandbox in (A, B):
+        store.forget(sandbox)
         for path in (log_of(tmp_path / "t", sandbox), log_of(tmp_path / "t", sandbox).parent):
             os.utime(path, (past, past))
     assert await store.prune(past - 1, lambda _: False) == 0

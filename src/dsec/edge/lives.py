@@ -98,18 +98,24 @@ class Lives:
     # --- beginning ---
 
     def enter(
-        self, record: Record, backend: Backend, token: str, deadline_s: float | None, capture: str = ""
+        self,
+        record: Record,
+        backend: Backend,
+        token: str,
+        deadline_s: float | None,
+        *,
+        capture: str = "",
+        again: bool = False,
     ) -> asyncio.Future[Created]:
-        """Queue a new sandbox that begins with `capture`; the future resolves when it runs, or fails with why it
-        doesn't. Raises what `Gate.check` raises."""
+        """Queue a new sandbox that begins with `capture`; `again`: one of its id may have been tried before. The future
+        resolves when it runs, or fails with why it doesn't. Raises what `Gate.check` raises."""
         self.gate.check(record.spec.memory_bytes)
         now = self._clock.monotonic()
         sandbox = Sandbox(record, backend, now)
-        sandbox.token, sandbox.capture = token, capture
+        sandbox.token, sandbox.capture, sandbox.again = token, capture, again
         sandbox.request_id = REQUEST_ID.get()
-        ready: asyncio.Future[Created] = asyncio.get_running_loop().create_future()
+        sandbox.ready = ready = asyncio.get_running_loop().create_future()
         quiet(ready)
-        sandbox.ready = ready
         self._keep(sandbox)
         self.gate.enter(sandbox)
         if sandbox.state is State.QUEUED:
@@ -162,7 +168,7 @@ class Lives:
             handle["capture"] = sandbox.capture
         sandbox.record = record = replace(record, handle=handle)
         began = self._clock.monotonic()
-        await self.notes.begin(record)
+        await self.notes.begin(record, again=sandbox.again)
         await self._journal.put(record)
         record_s = self._clock.monotonic() - began
         async with asyncio.timeout(self._config.create_timeout_s):

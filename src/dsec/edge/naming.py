@@ -134,7 +134,7 @@ class Naming:
             token=digest(token),
             network=parent.network,
         )
-        return self._lives.enter(record, backend, token, deadline_s, capture)
+        return self._lives.enter(record, backend, token, deadline_s, capture=capture)
 
     # --- one request ---
 
@@ -160,6 +160,7 @@ class Naming:
             named = self._lives.names.get((project, spec.run or "", spec.name))
             if named is not None:
                 return self._share_named(named, spec, project, deadline_s, sandbox_id)
+        again = sandbox_id is not None and not fresh
         if sandbox_id is None:
             sandbox_id = self._new_id(backend)
         token = new_token(sandbox_id)
@@ -176,7 +177,7 @@ class Naming:
             token=digest(token),
             network=spec.network,
         )
-        return self._lives.enter(record, backend, token, deadline_s)
+        return self._lives.enter(record, backend, token, deadline_s, again=again)
 
     def _by_id(self, sandbox_id: str, backend: Backend, *, fresh: bool) -> asyncio.Future[Created] | None:
         sandbox = self._lives.sandboxes.get(sandbox_id)

@@ -32,9 +32,10 @@ class Notes:
         events.on_event = trajectories.event
         self.tally = Tally()
 
-    async def begin(self, record: Record) -> None:
-        """It is about to be made. Raises `Unavailable` where that can't be written down."""
-        self.trajectories.create(record)
+    async def begin(self, record: Record, *, again: bool = False) -> None:
+        """It is about to be made; `again`: perhaps not for the first time. Raises `Unavailable` where that can't be
+        written down."""
+        self.trajectories.create(record, again=again)
         if record.spec.sync == "always":
             await self.trajectories.store.synced()
 

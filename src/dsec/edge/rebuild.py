@@ -16,6 +16,7 @@ import msgspec
 
 from dsec.edge.client import EdgeClient, Execution
 from dsec.edge.recorder import Stream, bytes_of
+from dsec.edge.trajectory import digest_of
 from dsec.errors import Conflict, DsecError, InvalidRequest
 from dsec.plan.divergence import differ
 from dsec.spec.causes import Cause
@@ -65,7 +66,8 @@ class Replay:
         fields["labels"] = {**fields.get("labels", {}), LABEL: create["sandbox"]}
         fields["layers"] = create.get("layers", [])
         if "env" in fields:
-            fields["env"] = self._env(fields["env"])
+            env = self._edge.get(create["sandbox"]).spec.env
+            fields["env"] = env if digest_of(env) == fields["env"] else self._env(fields["env"])
         return msgspec.convert(fields, SandboxSpec)
 
     async def run(self, make: Callable[[SandboxSpec], Awaitable[str]]) -> Rebuilt:

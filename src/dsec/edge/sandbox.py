@@ -23,6 +23,7 @@ class Sandbox:
 
     __slots__ = (
         "active_at",
+        "again",
         "backend",
         "capture",
         "commands",
@@ -80,6 +81,8 @@ class Sandbox:
         self.removal_failures = 0
         self.capture = ""
         """Of files that it begins with."""
+        self.again = False
+        """One of this id may have been tried before."""
         self.paused_at = 0.0
         """While it is paused, since when, on the monotonic clock."""
         self.wake: Callable[[Sandbox], None] | None = None

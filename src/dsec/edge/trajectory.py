@@ -91,17 +91,17 @@ class Trajectories:
 
     # --- a sandbox's life ---
 
-    def create(self, record: Record) -> None:
-        """It is about to be made. Raises `Unavailable`."""
+    def create(self, record: Record, *, again: bool = False) -> None:
+        """It is about to be made. `again`: perhaps not for the first time. Raises `Unavailable`."""
         spec = msgspec.to_builtins(record.spec)
         data: dict[str, Any] = {
             "sandbox": record.id, "project": record.project, "environment": record.spec.environment,
             "layers": spec.pop("layers", []), "spec": spec, "created_at": record.created_at,
         }  # fmt: skip
         self.store.check_room()
-        self.store.begin(record.id)
-        if "env" in spec:
-            spec["env"] = self._digest_env(record.id, spec["env"])
+        self.store.begin(record.id, again=again)
+        if "env" in spec:  # the record has it, for as long as this log can be read
+            spec["env"] = digest_of(spec["env"])
         if record.run:
             data["run"] = record.run
         if record.name is not None:
@@ -358,6 +358,9 @@ class Trajectories:
 
     def _read_keys(self, sandbox_id: str) -> dict[bytes, int]:
         keys: dict[bytes, int] = {}
+        chain = self.store.chain(sandbox_id)
+        if chain is not None and chain.seq <= 1:
+            return keys  # there is `create` alone
         began: dict[int, bytes] = {}
         at = 0
         for end, line in self.store.lines(sandbox_id):
@@ -382,12 +385,8 @@ class Trajectories:
 
     def _digest_env(self, sandbox_id: str, env: dict[str, str]) -> str:
         """Values may be secrets: the entry has their digest, the blob that a rebuild needs stays on the node."""
-        try:
-            data = _plain(env)
-        except UnicodeEncodeError:
-            data = repr(sorted(env.items())).encode("ascii", "backslashreplace")
-        self._blob(sandbox_id, data)
-        return hashlib.sha256(data).hexdigest()
+        self._blob(sandbox_id, _env_bytes(env))
+        return digest_of(env)
 
     def _blob(self, sandbox_id: str, data: bytes) -> str | None:
         found = self._log(sandbox_id)
@@ -408,6 +407,18 @@ def check_same(recorded: Recorded, guest_key: bytes) -> None:
             f"the key {recorded.key!r} was used for a different command",
             remedy="A key goes with one request; use a new one.",
         )
+
+
+def digest_of(env: dict[str, str]) -> str:
+    """What stands for variables in an entry."""
+    return hashlib.sha256(_env_bytes(env)).hexdigest()
+
+
+def _env_bytes(env: dict[str, str]) -> bytes:
+    try:
+        return _plain(env)
+    except UnicodeEncodeError:
+        return repr(sorted(env.items())).encode("ascii", "backslashreplace")
 
 
 def _with_request(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 ```
 trajectory/boot                     which boot of the machine wrote last
-trajectory/sync.N                   lines of all sandboxes, `ID LINE`: what their own files may lack after a power loss
+trajectory/sync.N                   lines of all sandboxes, `ID OFFSET LINE`: what their own files may lack
 trajectory/reserve                  space that is given up for results once the disk is full
-trajectory/XX/ID/log                one sandbox's entries, a JSON line each (`dsec.spec.trajectory`)
-trajectory/XX/ID/DIGEST             outputs and contents that are too long for an entry, by SHA-256
+trajectory/BEGIN/ID/log             one sandbox's entries, a JSON line each (`dsec.spec.trajectory`)
+trajectory/BEGIN/ID/DIGEST          outputs and contents that are too long for an entry, by SHA-256
 ```
 
-Invariants: an entry is in the page cache, by write(2), when `append` returns, so that it survives every process; it is
-on disk within `SYNC_S`, or when `synced` says so. That is so at one fdatasync for all sandboxes, because each line is
-written twice: to its sandbox's own file, which the kernel writes back when it likes, and to the sync file, which is
-synced. A sync file goes once all that it names has been synced by itself. A write that fails leaves nothing behind.
-After a power loss the sync files fill in what the others lack; a torn tail is cut off at the next use.
+BEGIN is what ids of sandboxes that were made near each other have in common (4,096 of them), so that their files are
+near each other on disk too.
+
+Invariants: an entry is in the page cache, by one write(2) to the sync file, when `append` returns, so that it survives
+every process; it is on disk within `SYNC_S`, or when `synced` says so, by one fdatasync for all sandboxes. The
+sandbox's own file gets its lines some at a time: when its memory for them is full, at its end, before a sync file goes.
+A sync file goes once all that it names has been written and synced by itself. A write that fails leaves nothing behind.
+After a crash the sync files fill in what the others lack: a process that was killed has left only whole logs with a
+short end, which is filled in by offset; after a power loss every line is looked at, and a torn tail is cut off.
 """
 
 from __future__ import annotations
@@ -24,15 +28,18 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from dsec.errors import Unavailable
 from dsec.journal.trajectory_files import (
     Chain,
+    finish,
     journal_lines,
     load,
     older,
+    open_to_write,
     refused,
     remove,
     remove_file,
@@ -50,6 +57,14 @@ RESERVE_BYTES = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 SYNC_STEP = 64
 """Files that are synced in one go of the thread."""
+HELD_BYTES = 32 << 10
+"""Of one sandbox's lines, that its own file doesn't have yet."""
+HELD_MOST = 8 << 20
+"""The same of all sandboxes."""
+_HELD_STEP = 2
+"""Own files that one `append` may write for others, where all hold too much."""
+
+_BEGIN = 12
 
 log = logging.getLogger("dsec.edge")
 
@@ -63,11 +78,13 @@ class TrajectoryStore:
         self._root = str(root)
         self._sync_s = sync_s
         self._chains: dict[str, Chain] = {}
-        self._made: set[str] = set()
-        """Directories of the first level that exist."""
         self._waiters: list[asyncio.Future[None]] = []
+        self._holding: dict[str, Chain] = {}
+        """Those with lines that their own file lacks, who has them for longest first."""
+        self._held = 0
+        """Bytes of those lines."""
         self._dirty: set[str] = set()
-        """Files that were written since the last sync file was begun."""
+        """Sandboxes with a line in the current sync file."""
         self._blobs: list[str] = []
         """Written since the last sync."""
         self._timer: asyncio.TimerHandle | None = None
@@ -95,28 +112,18 @@ class TrajectoryStore:
         found = self._chains.get(sandbox_id)
         if found is None:
             place = self._place(sandbox_id)
-            if not Path(place, "log").exists():
+            if not os.path.exists(f"{place}/log"):  # noqa: PTH110
                 return None
             found = load(place, sandbox_id)
             if found.last != EntryType.END:
                 self._chains[sandbox_id] = found
         return found
 
-    def begin(self, sandbox_id: str) -> None:
-        """Make room for a new sandbox's log. Raises `Unavailable`."""
-        place = self._place(sandbox_id)
-        shard = place[: -len(sandbox_id) - 1]
-        try:
-            if shard not in self._made:
-                Path(shard).mkdir(mode=0o700, exist_ok=True)
-                self._made.add(shard)
-            os.mkdir(place, 0o700)  # noqa: PTH102
-        except FileExistsError:  # the id was reserved by an idempotency key, and its making was tried before
-            self._chains[sandbox_id] = load(place, sandbox_id)
-            return
-        except OSError as error:
-            raise refused(error) from error
-        self._chains[sandbox_id] = Chain(place, root_of(sandbox_id))
+    def begin(self, sandbox_id: str, *, again: bool = False) -> None:
+        """A new sandbox's log. `again`: its making may have been tried before (an idempotency key reserved the id);
+        then what is there goes on."""
+        found = self.chain(sandbox_id) if again else None
+        self._chains[sandbox_id] = found or Chain(self._place(sandbox_id), root_of(sandbox_id))
 
     def append(self, sandbox_id: str, time: float, kind: str, data: dict[str, Any], *, last_room: bool = False) -> int:
         """Add an entry; its `seq`. `last_room`: for what has happened already, the reserve may be used for it. Raises
@@ -125,19 +132,22 @@ class TrajectoryStore:
         if chain is None:
             raise Unavailable(f"sandbox {sandbox_id} has no trajectory to write to")
         line, digest = seal(chain.seq + 1, time, kind, data, chain.hash)
+        copy = b"%s %d %s" % (sandbox_id.encode(), chain.size, line)
         try:
-            self._write(sandbox_id, chain, line)
+            self._size = write_all(self._fd, copy, self._size)
         except OSError as error:
             if not last_room or error.errno not in _FULL or not self._give_up_reserve():
                 raise refused(error) from error
             try:
-                self._write(sandbox_id, chain, line)
+                self._size = write_all(self._fd, copy, self._size)
             except OSError as again:
                 raise refused(again) from again
         chain.seq += 1
         chain.hash = digest
         chain.size += len(line)
         chain.last = kind
+        self._dirty.add(sandbox_id)
+        self._hold(sandbox_id, chain, line)
         self._soon()
         return chain.seq
 
@@ -151,7 +161,7 @@ class TrajectoryStore:
         digest = hashlib.sha256(data).hexdigest()
         path = f"{self._place(sandbox_id)}/{digest}"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = open_to_write(path, os.O_EXCL)
         except FileExistsError:
             return digest
         except OSError as error:
@@ -167,41 +177,60 @@ class TrajectoryStore:
         return digest
 
     def forget(self, sandbox_id: str) -> None:
-        """It has ended: keep nothing of it in memory."""
-        self._chains.pop(sandbox_id, None)
+        """It has ended: keep nothing of it in memory, unless the disk has no room for it."""
+        chain = self._chains.get(sandbox_id)
+        if chain is not None and self._let_go(sandbox_id, chain):
+            del self._chains[sandbox_id]
 
-    def _write(self, sandbox_id: str, chain: Chain, line: bytes) -> None:
-        path = f"{chain.place}/log"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            write_all(fd, line, chain.size)
+    def _hold(self, sandbox_id: str, chain: Chain, line: bytes) -> None:
+        chain.held.append(line)
+        self._held += len(line)
+        self._holding.setdefault(sandbox_id, chain)
+        if chain.size - chain.written > HELD_BYTES:
+            self._let_go(sandbox_id, chain)
+        if self._held > HELD_MOST:
+            for other in list(islice(self._holding, _HELD_STEP)):
+                self._let_go(other, self._holding[other])
+
+    def _let_go(self, sandbox_id: str, chain: Chain) -> bool:
+        """Write to its own file what that lacks. False where it can't be: the lines stay here and in the sync file."""
+        if chain.held:
             try:
-                self._size = write_all(self._fd, b"%s %s" % (sandbox_id.encode(), line), self._size)
-            except OSError:
-                os.ftruncate(fd, chain.size)
-                raise
-        finally:
-            os.close(fd)
-        self._dirty.add(path)
+                chain.write_held()
+            except OSError as error:
+                log.warning("the trajectory of sandbox %s stays in the sync file: %s", sandbox_id, error)
+                return False
+            self._drop_held(sandbox_id, chain)
+        return True
+
+    def _drop_held(self, sandbox_id: str, chain: Chain) -> None:
+        if self._holding.pop(sandbox_id, None) is not None:
+            self._held -= sum(map(len, chain.held))
+            chain.held = []
 
     # --- reading ---
 
     def lines(self, sandbox_id: str, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Lines with where they end, from `offset` (a line's begin) on, without a torn tail. Raises `Unavailable`."""
+        """Lines with where they end, from `offset` (a line's begin) on, those that are there now, without a torn tail.
+        Raises `Unavailable`."""
         chain = self.chain(sandbox_id)
         if chain is None:
             return
-        at = offset
-        try:
-            log_file = open(f"{chain.place}/log", "rb")  # noqa: SIM115
-        except OSError as error:
-            raise Unavailable(f"the trajectory log can't be read: {error.strerror}", log="trajectory") from error
-        with log_file as file:
-            file.seek(offset)
-            for line in file:
-                at += len(line)
-                if at > chain.size:
-                    return
+        at, written, held = offset, chain.written, list(chain.held)
+        if at < written:
+            try:
+                log_file = open(f"{chain.place}/log", "rb")  # noqa: SIM115
+            except OSError as error:
+                raise Unavailable(f"the trajectory log can't be read: {error.strerror}", log="trajectory") from error
+            with log_file as file:
+                file.seek(at)
+                while at < written and (line := file.readline()):
+                    at += len(line)
+                    yield at, line
+        at = written
+        for line in held:
+            at += len(line)
+            if at > offset:
                 yield at, line
 
     def blob(self, sandbox_id: str, digest: str) -> bytes | None:
@@ -275,13 +304,18 @@ class TrajectoryStore:
             self._number -= 1
             return
         old, self._fd, self._size = self._fd, fd, 0
-        dirty, self._dirty = list(self._dirty), set()
+        dirty, self._dirty = sorted(self._dirty), set()
         self._retiring = asyncio.get_running_loop().create_task(self._retire(old, self._number - 1, dirty))
 
     async def _retire(self, fd: int, number: int, dirty: list[str]) -> None:
         try:
             for at in range(0, len(dirty), SYNC_STEP):
-                await asyncio.to_thread(sync_paths, dirty[at : at + SYNC_STEP])
+                some = dirty[at : at + SYNC_STEP]
+                for sandbox_id in some:
+                    if (chain := self._holding.get(sandbox_id)) is not None:
+                        chain.write_held()
+                        self._drop_held(sandbox_id, chain)
+                await asyncio.to_thread(sync_paths, [f"{self._place(name)}/log" for name in some])
             await asyncio.to_thread(remove_file, f"{self._root}/sync.{number}")
         except OSError as error:
             log.warning("trajectories can't be synced, sync.%d stays: %s", number, error)
@@ -300,7 +334,7 @@ class TrajectoryStore:
             self._retiring = None
 
     def _sync_named(self, path: Path) -> None:
-        sync_paths([f"{self._place(name)}/log" for name in {name for name, _ in journal_lines(path)}])
+        sync_paths([f"{self._place(name)}/log" for name in {name for name, _, _ in journal_lines(path)}])
 
     def _begin(self) -> int:
         return os.open(f"{self._root}/sync.{self._number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -340,9 +374,13 @@ class TrajectoryStore:
         old = await asyncio.to_thread(older, self._root, before)
         gone = [path for path in old if not keep(path.name)][:most]
         for path in gone:
-            self._chains.pop(path.name, None)
+            if (chain := self._chains.pop(path.name, None)) is not None:
+                self._drop_held(path.name, chain)
         for at in range(0, len(gone), SYNC_STEP):
             await asyncio.to_thread(remove, gone[at : at + SYNC_STEP])
+        for parent in {path.parent for path in gone}:  # not in a thread: a sandbox may just begin in it
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         return len(gone)
 
     async def close(self) -> None:
@@ -355,6 +393,8 @@ class TrajectoryStore:
         for task in (self._syncing, self._retiring):
             if task is not None:
                 await task
+        for sandbox_id, chain in list(self._holding.items()):
+            self._let_go(sandbox_id, chain)
         with contextlib.suppress(OSError):
             await asyncio.to_thread(sync_files, self._fd, self._blobs)
         for waiter in self._waiters:
@@ -365,7 +405,7 @@ class TrajectoryStore:
     def _place(self, sandbox_id: str) -> str:
         if not (sandbox_id.isascii() and sandbox_id.isalnum() and len(sandbox_id) <= 64):
             raise ValueError(f"no id of a sandbox: {sandbox_id[:64]!r}")
-        return f"{self._root}/{sandbox_id[-2:]}/{sandbox_id}"
+        return f"{self._root}/{sandbox_id[:_BEGIN]}/{sandbox_id}"
 
     # --- recovery ---
 
@@ -378,6 +418,8 @@ class TrajectoryStore:
             found = sum(self._fill_in(path) for path in files)
             log.warning("the machine went down: %d entries of trajectories were put back", found)
             sync_paths([f"{chain.place}/log" for chain in self._chains.values()])
+        else:
+            finish(files, self._place)
         if before != boot or not marker.exists():
             draft = root / "boot.new"
             draft.write_text(boot, encoding="ascii")
@@ -392,7 +434,7 @@ class TrajectoryStore:
 
     def _fill_in(self, path: Path) -> int:
         found = 0
-        for name, line in journal_lines(path):
+        for name, _, line in journal_lines(path):
             try:
                 place = self._place(name)
                 entry = parse(line)
@@ -414,5 +456,6 @@ class TrajectoryStore:
             finally:
                 os.close(fd)
             chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
+            chain.written = chain.size
             found += 1
         return found

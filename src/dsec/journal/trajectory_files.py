@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsec.errors import Internal, Unavailable
@@ -18,7 +18,7 @@ from dsec.spec.trajectory import Broken, check, parse, root_of
 class Chain:
     """Where one sandbox's log stands."""
 
-    __slots__ = ("hash", "last", "place", "seq", "size")
+    __slots__ = ("hash", "held", "last", "place", "seq", "size", "written")
 
     def __init__(self, place: str, root: str) -> None:
         self.place = place
@@ -27,6 +27,18 @@ class Chain:
         self.size = 0
         self.last = ""
         """Type of the last entry."""
+        self.written = 0
+        """How much of it is in its own file."""
+        self.held: list[bytes] = []
+        """The lines after that, which the sync file alone has."""
+
+    def write_held(self) -> None:
+        """Write them to its own file. Raises OSError, with nothing written."""
+        fd = open_to_write(f"{self.place}/log")
+        try:
+            self.written = write_all(fd, b"".join(self.held), self.written)
+        finally:
+            os.close(fd)
 
 
 def load(place: str, sandbox_id: str, *, after_loss: bool = False) -> Chain:
@@ -54,16 +66,58 @@ def load(place: str, sandbox_id: str, *, after_loss: bool = False) -> Chain:
                 break
             chain.seq, chain.hash, chain.last = entry.seq, entry.hash, entry.type
             chain.size += len(line)
+    chain.written = chain.size
     return chain
 
 
-def journal_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+def journal_lines(path: Path) -> Iterator[tuple[str, int, bytes]]:
+    """The whole lines of a sync file: of which sandbox, at which offset of its log, what. The offset is -1 in a file of
+    an earlier version, which wrote to the logs at once."""
     with path.open("rb") as file:
         for line in file:
             name, space, rest = line.partition(b" ")
-            if not space or not rest.endswith(b"\n") or not name.isalnum():
+            at = b"-1"
+            if not rest.startswith(b"{"):
+                at, space, rest = rest.partition(b" ")
+            if not space or not rest.endswith(b"\n") or not name.isalnum() or not at.lstrip(b"-").isdigit():
                 return
-            yield name.decode("ascii", "replace"), rest
+            yield name.decode("ascii", "replace"), int(at), rest
+
+
+def finish(files: list[Path], place: Callable[[str], str]) -> None:
+    """Write what a process that was killed had not written to the logs themselves. `files` in their order."""
+    ends: dict[str, int] = {}
+    for path in files:
+        for name, at, line in journal_lines(path):
+            log = f"{place(name)}/log"
+            end = ends.get(name)
+            if end is None:
+                try:
+                    end = os.stat(log).st_size  # noqa: PTH116
+                except FileNotFoundError:
+                    end = 0
+                ends[name] = end
+            if not end - len(line) < at <= end:
+                continue  # it is there (or the log was removed meanwhile)
+            fd = open_to_write(log)
+            try:
+                ends[name] = write_all(fd, line, at)
+            finally:
+                os.close(fd)
+
+
+def open_to_write(path: str, flags: int = 0) -> int:
+    """A file of a sandbox, made if it is missing, its directories too. Raises OSError."""
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        place, _, _ = path.rpartition("/")
+        try:
+            os.mkdir(place, 0o700)  # noqa: PTH102
+        except FileNotFoundError:
+            os.makedirs(place, 0o700)  # noqa: PTH103
+        return os.open(path, flags, 0o600)
 
 
 def write_all(fd: int, data: bytes, offset: int) -> int:
