@@ -20,6 +20,7 @@ from dsec.cli import (
     network,
     sandboxes,
     session,
+    sim,
     state,
     terminal,
     trajectory,
@@ -54,6 +55,7 @@ for _command in (
     *group.COMMANDS,
     *host.COMMANDS,
     *audit.COMMANDS,
+    *sim.COMMANDS,
     *grading.COMMANDS,
     *complete.COMMANDS,
 ):

@@ -16,15 +16,14 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from dsec.edge.lives import Lives
 from dsec.edge.pauses import Pauses
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks, log, quiet
 from dsec.edge.timers import Due, Timers
-from dsec.errors import DsecError, NotFound, RunFenced
+from dsec.errors import DsecError
 from dsec.journal.run_store import RunStore
+from dsec.plan import leases
 from dsec.ports import Clock
 from dsec.spec.causes import Cause
 from dsec.spec.runs import RunInfo, RunRequest
@@ -54,30 +53,18 @@ class Runs:
         self._timers.start()
         for (project, name), run in self._runs.items():
             if not run.lapsed:
-                self._set(project, replace(run, expires_at=self._clock.now() + run.lease_s))
+                self._set(project, leases.renewed(run, self._clock.now()))
                 self._timers.set((project, name), self._clock.monotonic() + run.lease_s)
 
     def open(self, project: str, asked: RunRequest) -> RunInfo:
         """A new epoch of the run begins, its first one where there is no such run."""
-        name = asked.name
-        known = self._runs.get((project, name))
-        now = self._clock.now()
-        run = RunInfo(
-            name=name,
-            epoch=1 if known is None else known.epoch + 1,
-            lease_s=asked.lease_s,
-            on_lapse=asked.on_lapse,
-            created_at=now if known is None else known.created_at,
-            expires_at=now + asked.lease_s,
-        )
-        return self._renewed(project, run)
+        known = self._runs.get((project, asked.name))
+        return self._renewed(project, leases.opened(known, asked, self._clock.now()))
 
     def get(self, project: str, name: str) -> RunInfo:
         """Raises `NotFound`."""
         run = self._runs.get((project, name))
-        if run is None:
-            raise NotFound(f"there is no run {name[:200]!r}", remedy="Open it with a lease (client.run).")
-        return run
+        return leases.check(run, name, run.epoch if run is not None else 0)
 
     def list(self, project: str) -> list[RunInfo]:
         """By name."""
@@ -85,19 +72,17 @@ class Runs:
 
     def renew(self, project: str, name: str, epoch: int) -> RunInfo:
         """Its lease is whole again; a lapsed run goes on. Raises `NotFound`, `RunFenced`."""
-        self.check(project, name, epoch)
-        run = self.get(project, name)
-        return self._renewed(project, replace(run, expires_at=self._clock.now() + run.lease_s, lapsed=False))
+        run = leases.check(self._runs.get((project, name)), name, epoch)
+        return self._renewed(project, leases.renewed(run, self._clock.now()))
+
+    def hear(self, project: str, run: RunInfo) -> None:
+        """The cluster's record of a run, which is kept elsewhere: opened or renewed by whomever."""
+        if leases.supersedes(run, self._runs.get((project, run.name))):
+            self._renewed(project, run)
 
     def check(self, project: str, name: str, epoch: int) -> None:
         """Whether a client of this epoch may speak for the run. Raises `NotFound`, `RunFenced`."""
-        run = self.get(project, name)
-        if epoch != run.epoch:
-            raise RunFenced(
-                f"the run {name!r} is in epoch {run.epoch}, this client is of epoch {epoch}",
-                remedy="Another process has taken the run over: end this one, or attach to the run again.",
-                epoch=run.epoch,
-            )
+        leases.check(self._runs.get((project, name)), name, epoch)
 
     def close(self) -> None:
         """Idempotent."""
@@ -115,7 +100,7 @@ class Runs:
     def _lapse(self, key: Due) -> None:
         project, name = key
         run = self._runs[key]
-        self._set(project, replace(run, lapsed=True))
+        self._set(project, leases.lapsed(run))
         log.info("the lease of the run %s lapsed: %s", name, run.on_lapse)
         if run.on_lapse == "keep":
             return

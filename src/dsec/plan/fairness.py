@@ -79,6 +79,9 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._items
+
     def push(self, project: str, item: T, *, deadline: float | None = None) -> int:
         """Wait; returns a number that names the request."""
         self._numbers += 1

@@ -25,6 +25,8 @@ class Claim(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The process."""
     host: str = ""
     """The machine and its boot: on the same one a lock says that the process before is dead."""
+    kept_from: Natural = 1
+    """Sandboxes of this incarnation and the later ones go on; those of earlier ones were declared lost."""
     lost: bool = False
     """This incarnation is fenced."""
     lost_at: float = 0.0
@@ -54,9 +56,11 @@ def claim(
             remedy="Give this node a number and credentials of its own; a copied state directory can't join.",
             edge=edge,
         )
-    new = Claim(edge=edge, incarnation=record.incarnation + 1, instance=instance, host=host)
-    if record.lost or had is None or had != record.incarnation:
+    number = record.incarnation + 1
+    if record.lost or had is None or not record.kept_from <= had <= record.incarnation:
+        new = Claim(edge=edge, incarnation=number, instance=instance, host=host, kept_from=number)
         return new, Return.END_ALL
+    new = Claim(edge=edge, incarnation=number, instance=instance, host=host, kept_from=record.kept_from)
     return new, Return.READOPT
 
 
@@ -71,3 +75,8 @@ def serves(record: Claim | None, incarnation: int) -> bool:
     """Whether this incarnation may speak for its node: the edge asks before it goes on, the apiserver before it
     routes."""
     return record is not None and record.incarnation == incarnation and not record.lost
+
+
+def over(record: Claim, incarnation: int) -> bool:
+    """Whether what was made under this incarnation is gone for certain."""
+    return incarnation < record.kept_from or (record.lost and incarnation <= record.incarnation)

@@ -30,8 +30,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     k: int = 4
     holders: int = 4
     """Nodes with the environment's layers that are looked at."""
-    locality_slack: float = 0.012
-    """How much fuller (of its capacity) a node with the layers may be."""
+    locality_slack: float = 0.025
+    """How much fuller a node with the layers may be, of the other's load."""
     chunk: int = 8
     """Most sandboxes of a batch that one choice places."""
     start_window: float = 8.0
@@ -62,6 +62,8 @@ class Ask(Struct, frozen=True, kw_only=True):
         return (self.backend, self.features, self.labels)
 
 
+_EMPTY = 0.05
+"""Below this load differences are of no weight."""
 Kind = tuple[str, frozenset[str], frozenset[tuple[str, str]]]
 
 
@@ -218,11 +220,7 @@ class Placer:
 
     def place_many(self, ask: Ask, count: int, exclude: Collection[int] = ()) -> list[Share]:
         """A plan for `count` alike, at most one share a node; what it doesn't cover has no room now."""
-        plain, burst = self._nodes_for(ask.kind)
-        nodes = len(plain) + (len(burst) if ask.burst else 0)
-        if not nodes or count < 1:
-            return []
-        chunk = max(1, min(self._policy.chunk, count // nodes))
+        chunk = max(1, min(self._policy.chunk, count // 8))
         plan: dict[int, int] = {}
         left = count
         while left > 0:
@@ -249,7 +247,8 @@ class Placer:
         holding = self._holders.get(ask.environment) if best is not None and ask.environment else None
         if not holding or best is None or ask.environment in best.layers:
             return best
-        limit = self._cost(best, ask) + policy.locality_slack
+        cost = self._cost(best, ask)
+        limit = cost + policy.locality_slack * max(cost, _EMPTY)
         near, size = None, len(holding)
         for _ in range(min(policy.holders, size)):
             node = holding[int(self._random() * size)]
@@ -334,15 +333,15 @@ class Placer:
         node.layers = new
 
     def _count_runs(self, node: _Node, runs: dict[str, int]) -> None:
-        for run, count in node.in_runs.items():
-            left = self._runs[run] - count
-            if left > 0:
-                self._runs[run] = left
+        """Keeps the totals; what didn't change costs next to nothing."""
+        before = node.in_runs
+        for run in {run for run, _ in before.items() ^ runs.items()}:
+            total = self._runs.get(run, 0) + runs.get(run, 0) - before.get(run, 0)
+            if total > 0:
+                self._runs[run] = total
             else:
                 del self._runs[run]
         node.in_runs = dict(runs)
-        for run, count in runs.items():
-            self._runs[run] = self._runs.get(run, 0) + count
 
 
 def _suits(node: _Node, kind: Kind) -> bool:

@@ -111,7 +111,7 @@ class Watch:
         known = node.report
         if known is not None and report.incarnation < known.incarnation:
             return None
-        report = sane(report, node.facts)
+        report = sane(report)
         if node.health is Health.SILENT:
             node.well_since = now
         node.heard = now

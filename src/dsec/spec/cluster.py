@@ -13,6 +13,7 @@ from msgspec.structs import replace
 MAX_EDGES = 1 << 16
 MAX_LIVE = 1 << 20
 MAX_MEMORY = 1 << 50
+MAX_CREATE_MS = 1e7
 MAX_NAMED = 4096
 """Projects, runs, layers or placers that one report may name."""
 
@@ -68,7 +69,7 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     runs: dict[str, Natural] = {}
     """Live sandboxes of each run (`project` NUL `run`); the largest where there are many."""
     layers: tuple[str, ...] = ()
-    """Environments whose layers it holds, most recently used first."""
+    """Environments whose layers it holds."""
     taken: dict[str, Natural] = {}
     """Creations that came from each placer since this instance began: what its own memory of recent placements may
     forget."""
@@ -76,8 +77,18 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By holder, by project (`plan/quota.py`)."""
 
 
-def sane(report: NodeReport, facts: NodeFacts) -> NodeReport:
+def sane(report: NodeReport) -> NodeReport:
     """The report with numbers that cannot be cut to what can: a node that lies attracts no more than its size."""
+    if (
+        report.starting <= report.live <= MAX_LIVE
+        and report.queued <= MAX_LIVE
+        and report.memory_committed_bytes <= MAX_MEMORY
+        and 0 <= report.busy <= 1
+        and 0 <= report.create_ms < MAX_CREATE_MS
+        and len(report.runs) <= MAX_NAMED
+        and len(report.layers) <= MAX_NAMED
+    ):
+        return report
     live = min(report.live, MAX_LIVE)
     return replace(
         report,
@@ -86,8 +97,7 @@ def sane(report: NodeReport, facts: NodeFacts) -> NodeReport:
         queued=min(report.queued, MAX_LIVE),
         memory_committed_bytes=min(report.memory_committed_bytes, MAX_MEMORY),
         busy=min(report.busy, 1.0) if report.busy == report.busy else 1.0,  # NaN is busy
-        create_ms=report.create_ms if 0 <= report.create_ms < 1e7 else 1e7,
+        create_ms=report.create_ms if 0 <= report.create_ms < MAX_CREATE_MS else MAX_CREATE_MS,
         runs=dict(list(report.runs.items())[:MAX_NAMED]) if len(report.runs) > MAX_NAMED else report.runs,
         layers=report.layers[:MAX_NAMED],
-        draining=report.draining or facts.edge != report.edge,
     )
