@@ -60,7 +60,7 @@ def fill(path: Path) -> int:
 def test_a_sandbox_has_its_directories_and_its_limit(dirs: tuple[Path, Path]) -> None:
     volume = opened(dirs)
     assert (volume.kind, volume.quota) == (Kind.LOOP, True)
-    upper, work = volume.make("a", 8 * MIB, BASE)
+    upper, work = map(Path, volume.make("a", 8 * MIB, BASE))
     assert (upper.stat().st_uid, upper.stat().st_gid, stat.S_IMODE(upper.stat().st_mode)) == (BASE, BASE, 0o755)
     assert work.stat().st_uid == BASE
     assert upper.parent == work.parent == volume.path("a")
@@ -68,7 +68,7 @@ def test_a_sandbox_has_its_directories_and_its_limit(dirs: tuple[Path, Path]) ->
     written = fill(upper / "big")
     assert 7 * MIB <= written <= 8 * MIB + QUOTA_SLACK
     assert written <= volume.used_bytes("a") <= 8 * MIB + QUOTA_SLACK
-    other, _ = volume.make("b", 8 * MIB, BASE)
+    other, _ = map(Path, volume.make("b", 8 * MIB, BASE))
     (other / "f").write_bytes(b"y" * MIB)
     with pytest.raises(FileExistsError):
         volume.make("a", MIB, BASE)
@@ -82,14 +82,14 @@ def test_a_sandbox_has_its_directories_and_its_limit(dirs: tuple[Path, Path]) ->
 
 def test_the_smallest_disk_holds_what_it_promises(dirs: tuple[Path, Path]) -> None:
     volume = opened(dirs)
-    upper, _ = volume.make("tiny", 1 * MIB, BASE)
+    upper, _ = map(Path, volume.make("tiny", 1 * MIB, BASE))
     (upper / "f").write_bytes(b"x" * MIB)
     volume.close()
 
 
 def test_a_restarted_server_finds_everything(dirs: tuple[Path, Path]) -> None:
     volume = opened(dirs)
-    upper, _ = volume.make("a", 8 * MIB, BASE)
+    upper, _ = map(Path, volume.make("a", 8 * MIB, BASE))
     (upper / "f").write_bytes(b"x" * MIB)
     os.sync()
     used = volume.used_bytes("a")
@@ -115,7 +115,7 @@ def test_space_comes_back_and_quota_groups_do_not_pile_up(dirs: tuple[Path, Path
     volume = opened(dirs)
     before = volume.free_bytes()
     for n in range(100):
-        upper, _ = volume.make(f"s{n}", 8 * MIB, BASE)
+        upper, _ = map(Path, volume.make(f"s{n}", 8 * MIB, BASE))
         (upper / "f").write_bytes(b"x" * MIB)
     for n in range(100):
         volume.remove(f"s{n}")
@@ -132,7 +132,7 @@ def test_space_comes_back_and_quota_groups_do_not_pile_up(dirs: tuple[Path, Path
 def test_a_full_disk_is_refused_before_it_hurts(dirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     volume = opened(dirs)
     volume.check_space()
-    upper, _ = volume.make("a", 1 << 40, BASE)
+    upper, _ = map(Path, volume.make("a", 1 << 40, BASE))
     assert fill(upper / "big") > 1 << 27
     os.sync()
     with pytest.raises(Unavailable, match="full"):
@@ -164,7 +164,7 @@ def test_a_state_directory_on_btrfs_is_used_as_it_is(dirs: tuple[Path, Path]) ->
     volume = Volume.open(host, run, ledger)
     assert (volume.kind, volume.quota) == (Kind.BTRFS, True)
     assert [(change.kind, change.what) for change in ledger.changes] == [("quota", str(host / "volume"))]
-    upper, _ = volume.make("a", 4 * MIB, BASE)
+    upper, _ = map(Path, volume.make("a", 4 * MIB, BASE))
     assert fill(upper / "f") < 6 * MIB
     volume.close(keep=False)
     assert any("quotas" in line for line in ledger.undo())
@@ -176,7 +176,7 @@ def test_a_state_directory_on_btrfs_is_used_as_it_is(dirs: tuple[Path, Path]) ->
 
 def test_plain_directories_work_without_a_limit(tmp_path: Path) -> None:
     volume = Volume(tmp_path, Kind.DIRECTORY, tmp_path)
-    upper, work = volume.make("a", MIB, BASE)
+    upper, work = map(Path, volume.make("a", MIB, BASE))
     assert upper.stat().st_uid == BASE
     (upper / "f").write_bytes(b"x" * 3 * MIB)
     (work / "d").mkdir()

@@ -49,7 +49,7 @@ async def test_large_keyed_output_is_spooled_before_it_leaves_the_guest_without_
     channel = await bench.edge()
     operation = await channel.start(command("seq", "1", "100000", key=b"k"))
     await until(lambda: operation.end is not None)
-    assert len(bench.guest.operations[operation.op].streams[0].held) == 0
+    await until(lambda: len(bench.guest.operations[operation.op].streams[0].held) == 0)
     assert (bench.spool / f"{operation.op}.out").read_bytes() == SEQ
     for _ in range(2):
         assert (await collect(operation))[0] == SEQ

@@ -348,7 +348,7 @@ class SocketChannel:
     def _retain(self) -> None:
         while len(self._ended) > RETAIN_COUNT and self._drop_oldest(unread=False):
             pass
-        if self._sweeper is None and self._error is None:
+        if self._sweeper is None and self._error is None and any(each.key is None for each in self._ended.values()):
             self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:

@@ -8,6 +8,7 @@ the machine takes the sandbox along.)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ class OpSpool:
 
     __slots__ = ("_directory", "_fds", "_made", "_op", "sizes")
 
-    def __init__(self, directory: Path, op: int, sizes: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, directory: str, op: int, sizes: tuple[int, int] = (0, 0)) -> None:
         self._directory = directory
         self._op = op
         self._fds = [-1, -1]
@@ -29,8 +30,8 @@ class OpSpool:
         self.sizes = [*sizes]
         """Bytes kept of stdout and of stderr."""
 
-    def _path(self, stream: int) -> Path:
-        return self._directory / f"{self._op}.{_SUFFIXES[stream]}"
+    def _path(self, stream: int) -> str:
+        return f"{self._directory}/{self._op}.{_SUFFIXES[stream]}"
 
     def _fd(self, stream: int) -> int:
         if self._fds[stream] < 0:
@@ -39,7 +40,7 @@ class OpSpool:
             try:
                 self._fds[stream] = os.open(self._path(stream), flags, 0o600)
             except FileNotFoundError:
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.makedirs(self._directory, 0o700, exist_ok=True)  # noqa: PTH103
                 self._fds[stream] = os.open(self._path(stream), flags, 0o600)
         return self._fds[stream]
 
@@ -68,7 +69,8 @@ class OpSpool:
         self.close()
         for stream in (0, 1):
             if self._made[stream] or unseen:
-                self._path(stream).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path(stream))  # noqa: PTH108
 
 
 class Spool:
@@ -76,9 +78,9 @@ class Spool:
     business.
     """
 
-    def __init__(self, directory: Path, *, fresh: bool = False) -> None:
+    def __init__(self, directory: str | Path, *, fresh: bool = False) -> None:
         """`fresh`: the sandbox has just been made, nothing can be kept of it."""
-        self._directory = directory
+        self._directory = str(directory)
         self._fresh = fresh
 
     def sizes(self) -> dict[int, tuple[int, int]]:

@@ -81,6 +81,9 @@ class Gate:
         """Start what may start."""
         if not self._queue or self._pumping:
             return
+        if self.starting >= self.limits.max_starting:  # as is the rule in a burst: there is nothing to plan
+            self.wait = Wait.STARTING
+            return
         load = Load(
             starting=self.starting,
             live=self.live,

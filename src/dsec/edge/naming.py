@@ -35,6 +35,7 @@ _BREATH = 128
 """Items of a batch that are begun before the event loop gets a turn."""
 _MAX_KEY = 200
 _encode = msgspec.json.Encoder().encode
+Resolved = tuple[Backend, SandboxSpec]
 
 
 class Naming:
@@ -66,8 +67,7 @@ class Naming:
         await learn([spec], project, self._backends)
         if key is None:
             return await asyncio.shield(self._request(spec, project, deadline_s, None))
-        resolve(spec, project, self._backends)  # what can't be made uses up no key
-        self._lives.networks.check(spec.network)
+        self._resolve(spec, project)  # what can't be made uses up no key
         batch, fresh = await self._open_batch([spec], project, key)
         return await asyncio.shield(self._request(spec, project, deadline_s, batch.ids[0], fresh=fresh))
 
@@ -107,15 +107,19 @@ class Naming:
             elif isinstance(error, DsecError):
                 ready.put_nowait(BatchItem(index=index, error=error.body()))
 
+        resolved: dict[int, Resolved] = {}  # many of a batch have one spec
         for index, (spec, sandbox_id) in enumerate(zip(specs, ids, strict=True)):
             try:
-                future = self._request(spec, project, deadline_s, sandbox_id, fresh=fresh)
+                known = resolved.get(id(spec)) or self._resolve(spec, project)
+                resolved[id(spec)] = known
+                future = self._request(spec, project, deadline_s, sandbox_id, fresh=fresh, resolved=known)
             except DsecError as error:
                 ready.put_nowait(BatchItem(index=index, error=error.body()))
             else:
                 future.add_done_callback(functools.partial(hand_out, index))
             if index % _BREATH == _BREATH - 1:
                 await asyncio.sleep(0)
+                resolved.clear()  # what a name means may have changed
 
     def clone(self, parent: Record, capture: str, deadline_s: float | None) -> asyncio.Future[Created]:
         """A new sandbox like `parent`, without its name and host name, that begins with captured files."""
@@ -146,12 +150,13 @@ class Naming:
         sandbox_id: str | None,
         *,
         fresh: bool = False,
+        resolved: Resolved | None = None,
     ) -> asyncio.Future[Created]:
         """The sandbox for this request, made or found, in one synchronous step. The future may be shared: never cancel
         it.
-        `sandbox_id`: the one that an idempotency key reserved; `fresh`: just now, for this request."""
-        backend, spec = resolve(spec, project, self._backends)
-        self._lives.networks.check(spec.network)
+        `sandbox_id`: the one that an idempotency key reserved; `fresh`: just now, for this request. `resolved`: what
+        the spec means, where that is known."""
+        backend, spec = resolved or self._resolve(spec, project)
         if sandbox_id is not None:
             found = self._by_id(sandbox_id, backend, fresh=fresh)
             if found is not None:
@@ -178,6 +183,11 @@ class Naming:
             network=spec.network,
         )
         return self._lives.enter(record, backend, token, deadline_s, again=again)
+
+    def _resolve(self, spec: SandboxSpec, project: str) -> Resolved:
+        found = resolve(spec, project, self._backends)
+        self._lives.networks.check(found[1].network)
+        return found
 
     def _by_id(self, sandbox_id: str, backend: Backend, *, fresh: bool) -> asyncio.Future[Created] | None:
         sandbox = self._lives.sandboxes.get(sandbox_id)

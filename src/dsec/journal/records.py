@@ -122,8 +122,8 @@ _CHANGES = (
     "paused",
 )
 _UPSERT = (
-    f"insert into sandboxes ({','.join(_COLUMNS)}) select {','.join(f'value->>{n}' for n in range(len(_COLUMNS)))} "
-    f"from json_each(?) where true on conflict (id) do update set {','.join(f'{c}=excluded.{c}' for c in _CHANGES)}"
+    f"insert into sandboxes ({','.join(_COLUMNS)}) values ({','.join('?' * len(_COLUMNS))}) "
+    f"on conflict (id) do update set {','.join(f'{c}=excluded.{c}' for c in _CHANGES)}"
 )
 _SELECT = f"select {','.join(_COLUMNS)} from sandboxes"
 _spec_decoder = msgspec.json.Decoder(SandboxSpec)
@@ -146,7 +146,7 @@ class Journal:
         connection = _open(path)
         self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._reader.execute("pragma query_only = 1")
-        self._writer = Writer(connection, _UPSERT, self._checkpoint)
+        self._writer = Writer(connection, _UPSERT, _values, self._checkpoint)
         self._connection = connection
 
     def _read(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
@@ -301,6 +301,30 @@ class Journal:
         await self._writer.close()
         self._reader.close()
         self._connection.close()
+
+
+def _values(record: Record) -> tuple[Any, ...]:
+    """Its row; by hand, because JSON that SQLite takes apart costs twice as much."""
+    return (
+        record.id,
+        record.project,
+        record.run,
+        record.name,
+        record.backend,
+        record.state.value,
+        _encode(record.spec).decode(),
+        _encode(record.handle).decode(),
+        None if record.cause is None else record.cause.value,
+        record.message,
+        record.created_at,
+        record.expires_at,
+        record.ended_at,
+        record.token,
+        record.create_ms,
+        record.queue_ms,
+        _encode(record.network).decode() if record.network is not None else None,
+        _encode(record.paused).decode() if record.paused is not None else None,
+    )
 
 
 def _record(row: tuple[Any, ...]) -> Record:

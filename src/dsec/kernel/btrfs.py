@@ -10,12 +10,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 
 from dsec.kernel.syscalls import KernelError
 
+GROUPS_GO = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (6, 10)
+"""Whether the kernel removes quota groups itself."""
 MAGIC = 0x9123683E
 FIRST_FREE_ID = 256
 

@@ -34,6 +34,10 @@ PERIOD_US = 100_000
 MAX_DESCENDANTS = 2048
 """Nested groups in a slot: one for each operation of a guest (at most 1,024), and those that are being removed."""
 RESIDUE_SHARE = 8
+SANDBOX_GROUP = "g"
+"""The zygote's name for a sandbox's own group in its slot (GROUP in native/zygote/spawn.c)."""
+_NO_GROUPS = 2
+"""Links of a directory without directories in it."""
 
 _XATTR = "trusted.dsec"
 _ENODATA = errno.ENODATA
@@ -374,18 +378,21 @@ class Slot:
             if "memory" in self.root.v1:
                 os.pwrite(self._fd("memory", "memory.max_usage_in_bytes", os.O_RDWR), b"0", 0)
                 peak = self._number("memory.max_usage_in_bytes")
-            self._keep(Note(self.note.shape, baseline=msgspec.structs.replace(now, memory_peak_bytes=peak)))
+            # Only in memory: until `assign` keeps it, the directory names the sandbox that is gone.
+            self.note = Note(self.note.shape, baseline=msgspec.structs.replace(now, memory_peak_bytes=peak))
         except FileNotFoundError:
             return False
         return True
 
     def _without_groups(self) -> bool:
         """Remove the empty groups in it, one level; False where that doesn't do."""
-        with os.scandir(self.v2) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         try:
-            for name in names:
-                os.rmdir(f"{self.v2}/{name}")
+            _rmdir(f"{self.v2}/{SANDBOX_GROUP}")
+            if os.stat(self.v2).st_nlink == _NO_GROUPS:
+                return True
+            with os.scandir(self.v2) as entries:
+                for name in [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]:
+                    os.rmdir(f"{self.v2}/{name}")
         except OSError:
             return False
         return True

@@ -146,7 +146,7 @@ class Volume:
         path = self.path(sandbox_id)
         return path / "upper", (path / "work").stat().st_uid
 
-    def make(self, sandbox_id: str, disk_bytes: int, uid_base: int, capture: str = "") -> tuple[Path, Path]:
+    def make(self, sandbox_id: str, disk_bytes: int, uid_base: int, capture: str = "") -> tuple[str, str]:
         """A sandbox's `(upper, work)` directories, limited to `disk_bytes` where the volume can; `upper` belongs to
         `uid_base`, the root inside. `capture`: with the files of that one, which belong to the same root.
 
@@ -179,8 +179,8 @@ class Volume:
         except OSError as error:
             self.remove(sandbox_id)
             raise self._explained(error) from None
-        path = self.path(sandbox_id)
-        return path / "upper", path / "work"
+        path = f"{self._sandboxes}/{sandbox_id}"
+        return f"{path}/upper", f"{path}/work"
 
     def capture(self, sandbox_id: str, name: str) -> None:
         """Keep what a sandbox has written until now as `name`, until `drop_capture`. Blocks: milliseconds on btrfs, as
@@ -273,13 +273,13 @@ class Volume:
 
     # spool
 
-    def spool_path(self, sandbox_id: str) -> Path:
+    def spool_path(self, sandbox_id: str) -> str:
         """The directory for output that is kept for a sandbox; made by who needs it."""
-        return self._spools / sandbox_id
+        return f"{self._spools}/{sandbox_id}"
 
     def spool(self, sandbox_id: str) -> Path:
         """The same, made if it is missing."""
-        path = self.spool_path(sandbox_id)
+        path = self._spools / sandbox_id
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
@@ -290,7 +290,7 @@ class Volume:
         except FileNotFoundError:
             pass
         except OSError:  # there is something in it
-            self._discard(self.spool_path(sandbox_id))
+            self._discard(self._spools / sandbox_id)
 
     def _discard(self, path: Path) -> None:
         """Move it away at once and delete it in the background."""
@@ -336,7 +336,7 @@ class Volume:
     def sweep(self, most: int = 64) -> int:
         """Remove quota groups that older kernels leave of removed sandboxes: a bounded number a call, so that it may
         be called from a timer. Returns how many went. Only on a volume of our own, where we know every subvolume."""
-        if self.kind is not Kind.LOOP or self._quotas is None or not self.quota:
+        if self.kind is not Kind.LOOP or self._quotas is None or not self.quota or btrfs.GROUPS_GO:
             return 0
         groups = self._quotas.groups()
         if len(groups) <= len(self._ids) + most:

@@ -8,9 +8,11 @@ constant.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, IntFlag
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -285,6 +287,12 @@ class StreamDecoder:
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(1024)
+def path_field(tag: Tag, path: str) -> bytes:
+    """One encoded field with a path of the host's; for those that many requests name."""
+    return field(tag, os.fsencode(path))
+
+
 def field(tag: Tag, value: int | bytes) -> bytes:
     """One encoded field; an int is a u64."""
     return NUMBER.pack(tag, 0, 8, value) if isinstance(value, int) else FIELD.pack(tag, 0, len(value)) + value
@@ -292,7 +300,12 @@ def field(tag: Tag, value: int | bytes) -> bytes:
 
 def encode_fields(fields: Iterable[tuple[Tag, int | bytes]]) -> bytes:
     """The payload of a request. Raises ValueError above MAX_REQUEST."""
-    data = b"".join(field(tag, value) for tag, value in fields)
+    return joined([field(tag, value) for tag, value in fields])
+
+
+def joined(fields: Iterable[bytes]) -> bytes:
+    """The payload of a request out of encoded fields. Raises ValueError above MAX_REQUEST."""
+    data = b"".join(fields)
     if len(data) > MAX_REQUEST:
         raise ValueError(f"a request of {len(data)} bytes; at most {MAX_REQUEST}")
     return data

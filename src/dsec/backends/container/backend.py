@@ -230,8 +230,8 @@ class ContainerBackend:
         request = SpawnRequest(
             sandbox=sandbox_id,
             lowers=lowers,
-            upper=str(upper),
-            work=str(work),
+            upper=upper,
+            work=work,
             id_base=id_base,
             id_count=ID_COUNT,
             cgroup2=slot.v2,

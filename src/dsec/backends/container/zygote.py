@@ -34,7 +34,9 @@ from dsec.wire.frames import (
     Tag,
     decode,
     encode,
-    encode_fields,
+    field,
+    joined,
+    path_field,
     split_request,
 )
 
@@ -74,28 +76,26 @@ class SpawnRequest(Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """The payload of a Z_SPAWN. Raises ValueError for more than a request can hold."""
-        return encode_fields(self._fields())
-
-    def _fields(self) -> Iterator[tuple[Tag, int | bytes]]:
-        yield Tag.SANDBOX, self.sandbox.encode()
-        yield Tag.ID_BASE, self.id_base
-        yield Tag.ID_COUNT, self.id_count
-        for lower in self.lowers:
-            yield Tag.LOWER, os.fsencode(lower)
-        yield Tag.UPPER, os.fsencode(self.upper)
-        yield Tag.WORK, os.fsencode(self.work)
-        yield Tag.CGROUP2, os.fsencode(self.cgroup2)
-        for cgroup in self.cgroups:
-            yield Tag.CGROUP, os.fsencode(cgroup)
-        yield Tag.DEV, os.fsencode(self.dev)
+        fields = [
+            field(Tag.SANDBOX, self.sandbox.encode()),
+            field(Tag.ID_BASE, self.id_base),
+            field(Tag.ID_COUNT, self.id_count),
+            *[path_field(Tag.LOWER, lower) for lower in self.lowers],
+            field(Tag.UPPER, os.fsencode(self.upper)),
+            field(Tag.WORK, os.fsencode(self.work)),
+            path_field(Tag.CGROUP2, self.cgroup2),
+            *[path_field(Tag.CGROUP, cgroup) for cgroup in self.cgroups],
+            path_field(Tag.DEV, self.dev),
+        ]
         if self.view is not None:
-            yield Tag.VIEW, os.fsencode(self.view)
+            fields.append(path_field(Tag.VIEW, self.view))
         if self.hostname is not None:
-            yield Tag.HOSTNAME, self.hostname.encode()
-        for cpu in self.cpus:
-            yield Tag.CPUS, cpu
-        yield Tag.OOM_SCORE_ADJ, self.oom_score_adj
-        yield Tag.SPAWN_FLAGS, (NO_NEW_PRIVS if self.no_new_privs else 0) | (NETWORK if self.network else 0)
+            fields.append(field(Tag.HOSTNAME, self.hostname.encode()))
+        fields += [field(Tag.CPUS, cpu) for cpu in self.cpus]
+        fields.append(field(Tag.OOM_SCORE_ADJ, self.oom_score_adj))
+        flags = (NO_NEW_PRIVS if self.no_new_privs else 0) | (NETWORK if self.network else 0)
+        fields.append(field(Tag.SPAWN_FLAGS, flags))
+        return joined(fields)
 
 
 class Spawned(Struct, frozen=True):
