@@ -345,6 +345,9 @@ class Captured(Struct, frozen=True):
     """An overlay's upper directory, nobody else's: it may be changed."""
     id_base: int
     """The host's number of the root inside."""
+    seq: int = 0
+    """The last entry of its trajectory then, which the files are all that came of (set by the edge). 0: something was
+    under way."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from case_kit import run
 
-from e2b import Sandbox, SandboxQuery, SandboxState
+from e2b import Sandbox, SandboxException, SandboxQuery, SandboxState
 
 
 def case_pause_and_connect(_):
@@ -51,6 +51,58 @@ def case_fork(_):
         assert box.files.read("/tmp/state") == "kept"
         for child in children:
             assert child.kill()
+
+
+def case_snapshots(_):
+    if not hasattr(Sandbox, "create_snapshot"):
+        return
+    with Sandbox.create(envs={"SECRET": "s3cret"}) as box:
+        box.files.write("/tmp/state", "kept")
+        box.commands.run("mkdir /work; echo 1 > /work/f; rm /etc/motd; echo 1234 > /etc/machine-id")
+        made = box.create_snapshot()
+        named = box.create_snapshot(name="case-snapshot:v2")
+        assert named.snapshot_id == "case-snapshot:v2"
+        assert named.names == ["case-snapshot:v2"]
+        assert box.is_running()
+        box.files.write("/work/f", "2")
+        again = box.create_snapshot(name="case-snapshot:v2")
+        assert again.snapshot_id == named.snapshot_id
+        listed = [each.snapshot_id for each in Sandbox.list_snapshots(sandbox_id=box.sandbox_id).next_items()]
+        assert listed == [named.snapshot_id, made.snapshot_id], listed
+        assert [each.snapshot_id for each in box.list_snapshots(limit=1).next_items()] == [named.snapshot_id]
+    assert Sandbox.list_snapshots(sandbox_id="none").next_items() == []
+    paginator = Sandbox.list_snapshots(limit=1)
+    found = []
+    while paginator.has_next:
+        found += [each.snapshot_id for each in paginator.next_items()]
+    assert {made.snapshot_id, named.snapshot_id} <= set(found)
+    assert len(found) == len(set(found))
+    with Sandbox.create(made.snapshot_id) as child, Sandbox.create("case-snapshot:v2") as later:
+        assert child.files.read("/tmp/state") == "kept"
+        assert (child.files.read("/work/f"), later.files.read("/work/f")) == ("1\n", "2")
+        assert not child.files.exists("/etc/motd")
+        assert child.commands.run("cat /etc/machine-id; echo $SECRET").stdout.strip() != "1234"
+    assert Sandbox.delete_snapshot(made.snapshot_id)
+    assert Sandbox.delete_snapshot(named.snapshot_id)
+    assert not Sandbox.delete_snapshot(made.snapshot_id)
+    try:
+        Sandbox.create(made.snapshot_id).kill()
+        raise AssertionError("it is gone")
+    except SandboxException:
+        pass
+
+
+def case_a_snapshot_of_a_paused_one(_):
+    if not hasattr(Sandbox, "create_snapshot"):
+        return
+    with Sandbox.create() as box:
+        box.files.write("/work/state", "kept")
+        box.pause()
+        made = box.create_snapshot()
+        assert Sandbox.get_info(box.sandbox_id).state == SandboxState.PAUSED
+        with Sandbox.create(made.snapshot_id) as child:
+            assert child.files.read("/work/state") == "kept"
+        Sandbox.delete_snapshot(made.snapshot_id)
 
 
 run(globals())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,8 +30,8 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     state = tmp_path_factory.mktemp("e2b") / "state"
     state.mkdir(mode=0o700)
     (debian_store.parent / "native").mkdir(exist_ok=True)
-    for name in ("store", "native"):
-        (state / name).symlink_to(debian_store.parent / name)
+    (state / "native").symlink_to(debian_store.parent / "native")
+    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
     with serving(state) as server:
         yield server
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dsec.api.exchange import Exchange
-from dsec.edge.client import EdgeClient
+from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, EnvironmentNotFound, ErrorBody, Internal, InvalidRequest, NotFound, PermissionDenied
 from dsec.spec.sandbox import NAME_PATTERN, Name
-from dsec.spec.snapshots import SnapshotRequest
+from dsec.spec.snapshots import SnapshotInfo, SnapshotRequest
 from dsec.store.environments import Environment
 from dsec.store.format import Kind
 from dsec.store.image import host_platform, parse_platform
@@ -120,6 +120,28 @@ class Step(Struct, frozen=True, omit_defaults=True):
 _SNAPSHOT = msgspec.json.Decoder(SnapshotRequest)
 
 
+async def take_snapshot(
+    edge: EdgeClient,
+    service: LayerService,
+    sandbox_id: str,
+    principal: Principal,
+    asked: SnapshotRequest,
+    *,
+    environment: str = "",
+    labels: Mapping[str, str] | None = None,
+) -> SnapshotInfo:
+    """As `store.snapshots.pack`, of a sandbox as it is now; on record in its logs."""
+    spec = edge.get(sandbox_id).spec
+    built_by = f"{principal.project}/{principal.label}" if principal.label else principal.project
+    async with edge.captured(sandbox_id) as captured:
+        made = await pack(
+            service, captured, sandbox_id, spec, principal.project, asked, built_by,
+            environment=environment, labels=labels,
+        )  # fmt: skip
+    edge.note_snapshot(sandbox_id, captured, made)
+    return made
+
+
 class Layers:
     """The handlers, over one node's service."""
 
@@ -137,11 +159,7 @@ class Layers:
         x.check_query()
         principal = x.owner()
         asked = x.decode(_SNAPSHOT, await x.body())
-        spec = edge.get(sandbox_id).spec
-        built_by = f"{principal.project}/{principal.label}" if principal.label else principal.project
-        async with edge.captured(sandbox_id) as captured:
-            made = await pack(self._service, captured, sandbox_id, spec, principal.project, asked, built_by)
-        await x.answer(201, made)
+        await x.answer(201, await take_snapshot(edge, self._service, sandbox_id, principal, asked))
 
     async def one(self, x: Exchange, reference: str, verb: str) -> None:
         """.../v1/layers/{reference}[/verify, /export]"""

@@ -12,6 +12,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from msgspec.structs import replace
+
 from dsec.channel import files
 from dsec.edge.client import Created
 from dsec.edge.kept import BatchItem
@@ -40,15 +42,22 @@ class Forks:
     @asynccontextmanager
     async def captured(self, sandbox: Sandbox) -> AsyncIterator[Captured]:
         """Its files as they are now. Raises `Unsupported`, `Unavailable`, and as `Sandbox.here`."""
-        sandbox.here()
+        before = self._settled(sandbox)
         backend = sandbox.backend
         if not isinstance(backend, CaptureHost):
             raise Unsupported(f"the backend {sandbox.record.backend!r} can't keep a sandbox's files")
         captured = await backend.capture(sandbox.id, sandbox.record.handle)
         try:
-            yield captured
+            yield replace(captured, seq=before if before == self._settled(sandbox) else 0)
         finally:
             await asyncio.shield(backend.drop(captured.name))
+
+    def _settled(self, sandbox: Sandbox) -> int:
+        """The number of the last entry of its trajectory where nothing is under way inside, no program; else 0."""
+        instance = sandbox.here()
+        busy = any(operation.end is None for operation in instance.channel.operations()) or instance.usage().pids > 1
+        chain = self._lives.notes.trajectories.store.chain(sandbox.id)
+        return 0 if busy or chain is None else chain.seq
 
     async def fork(self, sandbox: Sandbox, count: int, deadline_s: float | None) -> list[BatchItem]:
         """See `EdgeClient.fork`."""

@@ -15,6 +15,7 @@ from dsec.errors import ErrorBody
 from dsec.ports import Captured
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import SandboxInfo
+from dsec.spec.snapshots import SnapshotInfo
 
 
 class PauseItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +70,10 @@ class Kept(Protocol):
 
     def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
         """What it has written until now, for as long as the context lasts. Raises `Unsupported`, `Unavailable`."""
+        ...
+
+    def note_snapshot(self, sandbox_id: str, captured: Captured, made: SnapshotInfo) -> None:
+        """Put on record what became of it. Nothing where the sandbox has ended meanwhile."""
         ...
 
     # --- runs ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import Principal
@@ -17,8 +18,10 @@ from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.errors import DsecError, Unavailable
 from dsec.journal.records import Journal, Record
 from dsec.ports import Captured
+from dsec.spec.events import EventType
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import PausedBy, SandboxInfo, State
+from dsec.spec.snapshots import SnapshotInfo
 
 _AT_ONCE = 16
 """Of many sandboxes, so many are paused or resumed in one turn of the event loop."""
@@ -85,6 +88,12 @@ class KeptCalls:
 
     def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
         return self._forks.captured(self._usable(sandbox_id))
+
+    def note_snapshot(self, sandbox_id: str, captured: Captured, made: SnapshotInfo) -> None:
+        if sandbox_id in self._lives.sandboxes:
+            data: dict[str, Any] = {"name": made.name, "layer": made.layer, "at": captured.seq, "removed": made.removed}
+            data |= {"kept": made.kept, "built_by": made.built_by}
+            self._lives.notes.events.add(sandbox_id, EventType.SNAPSHOT, data)
 
     def open_run(self, project: str, asked: RunRequest) -> RunInfo:
         self._check_open()

@@ -37,6 +37,7 @@ class EventType(StrEnum):
     TRIPWIRES_LOST = "tripwires_lost"  # more happened than could be looked at: hits may be missing
     PAUSED = "paused"  # by, rule (of a tripwire)
     PAGED_OUT = "paged_out"  # before_bytes, after_bytes, compressed_bytes, ms: a pause gave this memory back
+    SNAPSHOT = "snapshot"  # name, layer, at (see `ports.Captured.seq`), removed, kept, built_by
     FORKED = "forked"  # children: their ids; or parent, of a child
     RESUMED = "resumed"  # paused_s, rule
     ENDING = "ending"  # cause, infra, message

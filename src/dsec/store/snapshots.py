@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Mapping
 
 from dsec.errors import EnvironmentNotFound, Unavailable
 from dsec.ports import Captured
 from dsec.spec.sandbox import SandboxSpec
 from dsec.spec.snapshots import SnapshotInfo, SnapshotRequest
+from dsec.store.format import ImageConfig
 from dsec.store.layers import LayerMeta
 from dsec.store.scrub import RULES, Report, scrub
 from dsec.store.service import LayerService
@@ -24,10 +26,14 @@ async def pack(  # noqa: PLR0917
     project: str,
     asked: SnapshotRequest,
     built_by: str,
+    *,
+    environment: str = "",
+    labels: Mapping[str, str] | None = None,
 ) -> SnapshotInfo:
     """Layer and environment `asked.name` of what a sandbox of this `spec` had written. Who built it is on record in
-    the layer's manifest. Raises `Conflict` where the name is another layer's, `InvalidRequest` for what a layer can't
-    hold, `Unavailable` where the disk is full; then nothing is left."""
+    the layer's manifest. `environment`: its name, and the layer has none; an older one is replaced. `labels`: what the
+    layer says of itself, as images do. Raises `Conflict` where the name is another layer's, `InvalidRequest` for what a
+    layer can't hold, `Unavailable` where the disk is full; then nothing is left."""
     environments = service.environments
 
     def work() -> tuple[LayerMeta, Report]:
@@ -39,15 +45,17 @@ async def pack(  # noqa: PLR0917
             asked.description or f"snapshot of {sandbox_id}",
             id_base=captured.id_base,
             source=source,
+            config=ImageConfig(labels=dict(labels or {})),
         )
-        environments.name_layer(asked.name, meta.digest, project=project, readers=asked.readers)
+        if not environment:
+            environments.name_layer(asked.name, meta.digest, project=project, readers=asked.readers)
         try:  # the sandbox's own variables may be secrets: they stay out
             below = environments.get(spec.environment, project)
             env, user, workdir = below.env, below.user, below.workdir
         except EnvironmentNotFound:
             env, user, workdir = {}, spec.user, spec.workdir
         environments.put(
-            asked.name,
+            environment or asked.name,
             (meta.digest, *spec.layers),
             env=env,
             user=user,
@@ -68,7 +76,7 @@ async def pack(  # noqa: PLR0917
             raise Unavailable("the disk is full", remedy="Free some space on the server; nothing was kept.") from error
         raise
     return SnapshotInfo(
-        name=asked.name,
+        name=environment or asked.name,
         layer=meta.digest,
         sandbox=sandbox_id,
         built_by=built_by,

@@ -19,6 +19,7 @@ from dsec.api.e2b.control import Control
 from dsec.api.e2b.filesystem import FilesystemService
 from dsec.api.e2b.process import ProcessService
 from dsec.api.e2b.signatures import Signatures
+from dsec.api.e2b.snapshots import Snapshots
 from dsec.api.e2b.starting import Starter
 from dsec.api.e2b.templates import Templates
 from dsec.api.e2b.users import Users
@@ -55,6 +56,7 @@ class E2b:
         starter = Starter(edge, builder.layers) if builder is not None else None
         self._control = Control(edge, environments, config, self._signatures, starter)
         self._templates = Templates(builder, config) if builder is not None else None
+        self._snapshots = Snapshots(edge, builder.layers, config) if builder is not None else None
         users = Users(edge)
         process = ProcessService(edge, users)
         filesystem = FilesystemService(edge, users)
@@ -134,6 +136,9 @@ class E2b:
             case ["sandboxes", sandbox_id, verb]:
                 self._edge.authorize(principal, sandbox_id)
                 await self._verb(call, sandbox_id, verb, principal)
+            case ["snapshots"] if self._snapshots is not None:
+                call.x.only("GET")
+                await self._snapshots.listing(call, principal)
             case ["templates", "aliases", *name] if name:
                 call.x.only("GET")
                 await control.template_alias(call, "/".join(name))
@@ -186,6 +191,9 @@ class E2b:
             case "fork":
                 call.x.only("POST")
                 await control.fork(call, sandbox_id)
+            case "snapshots" if self._snapshots is not None:
+                call.x.only("POST")
+                await self._snapshots.take(call, sandbox_id, principal)
             case "snapshots" | "logs":
                 await control.later(call, verb)
             case _:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from dsec.api.calls import FORM, JSON, OCTETS, Call, Offset
-from dsec.api.e2b import filesystem, models, network, process, templates, watchers
+from dsec.api.e2b import filesystem, models, network, process, snapshots, templates, watchers
 from dsec.api.exchange import MAX_INT
 
 _TARGET = {"E2b-Sandbox-Id": Annotated[str, Meta(min_length=1)], "E2b-Sandbox-Port": Literal["49983"]}
@@ -111,6 +111,22 @@ CALLS = (
         optional=True,
         gives=(JSON, list[models.Forked]),
         statuses=(201,),
+    ),
+    _rest(
+        "post",
+        f"{_ONE}/snapshots",
+        "a sandbox's files as a template",
+        takes=((JSON, snapshots.TakeSnapshot),),
+        optional=True,
+        gives=(JSON, snapshots.Snapshot),
+        statuses=(201,),
+    ),
+    _rest(
+        "get",
+        "/snapshots",
+        "the project's snapshots",
+        arguments={"sandboxID": str, "name": str, "limit": _Limit, "nextToken": str},
+        gives=(JSON, list[snapshots.Snapshot]),
     ),
     _rest("post", f"{_ONE}/timeout", "a sandbox's end, from now", takes=((JSON, models.SetTimeout),)),
     _rest(
