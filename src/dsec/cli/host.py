@@ -160,6 +160,17 @@ def bench_net(arguments: tuple[str, ...]) -> int:
     return net.main(list(arguments))
 
 
+@bench.command("judge", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_judge(arguments: tuple[str, ...]) -> int:
+    """The judge: many submissions, against the CPU time of their cases."""
+    try:
+        from dsec.bench import judge
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return judge.main(list(arguments))
+
+
 @bench.command("lazy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_lazy(arguments: tuple[str, ...]) -> int:
