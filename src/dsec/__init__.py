@@ -15,6 +15,7 @@ from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
 from dsec.sdk._groups import AsyncGroup
 from dsec.sdk._judging import JudgeResult
+from dsec.sdk._problems import Problem
 from dsec.sdk._results import CommandFailed, CommandResult, CreateResult, Output, RunResult
 from dsec.sdk._run import AsyncRun
 from dsec.sdk._sandbox import AsyncSandbox
@@ -69,6 +70,7 @@ __all__ = [
     "PermissionOptions",
     "PlatformError",
     "PortStream",
+    "Problem",
     "ProcessInfo",
     "PtySize",
     "Run",

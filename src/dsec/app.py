@@ -32,6 +32,7 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2bConfig
 from dsec.api.layers import OPERATOR
 from dsec.api.metrics import installed_version
+from dsec.api.sandboxfusion import FusionConfig
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.container.host import Host
@@ -135,6 +136,20 @@ def read_e2b(config: Config) -> E2bConfig:
         return E2bConfig()
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"{path}: {error}", remedy="docs/E2B.md says what it may hold.") from error
+
+
+def read_fusion(config: Config) -> FusionConfig:
+    """How SandboxFusion's calls are served: `sandboxfusion.json` in the state directory, or the defaults. Raises
+    `InvalidRequest`."""
+    path = config.state / "sandboxfusion.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=FusionConfig)
+        found.check()
+    except FileNotFoundError:
+        return FusionConfig()
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequest(f"{path}: {error}", remedy="docs/SANDBOXFUSION.md says what it may hold.") from error
+    return found
 
 
 def open_environments(config: Config) -> EnvironmentStore:
@@ -365,7 +380,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     ready = False
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    e2b = read_e2b(config)
+    e2b, fusion = read_e2b(config), read_fusion(config)
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
     hosts: list[Host] = []
@@ -399,6 +414,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             builder=builds,
             verifier=verifier,
             judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
+            fusion=fusion,
         )
         server = ApiServer(api, host, port)
         await server.start()

@@ -42,6 +42,7 @@ PUBLIC = [
     "PermissionOptions",
     "PlatformError",
     "PortStream",
+    "Problem",
     "ProcessInfo",
     "PtySize",
     "Run",

@@ -20,6 +20,7 @@ from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Sen
 from dsec.api.layers import Layers
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
+from dsec.api.sandboxfusion import Fusion, FusionConfig
 from dsec.api.swerex import Swerex
 from dsec.builder.service import BuildService
 from dsec.edge.client import EdgeClient
@@ -48,6 +49,7 @@ class Api:
         builder: BuildService | None = None,
         verifier: Verifier | None = None,
         judge: Judge | None = None,
+        fusion: FusionConfig | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
@@ -56,6 +58,7 @@ class Api:
         self._builds = builder
         self._verifier = verifier
         self._judge = judge
+        self._fusion = Fusion(edge, judge, fusion) if judge is not None else None
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -110,6 +113,9 @@ class Api:
             return
         raw: str = scope["raw_path"].decode("ascii")
         edge = self._edge
+        if self._fusion is not None and self._fusion.claims(raw):
+            await self._foreign(self._fusion, x, raw)
+            return
         if raw.startswith("/v1/"):
             x.principal = edge.authenticate(x.bearer())
             if (speaks_for := x.run()) is not None:
@@ -155,7 +161,7 @@ class Api:
         if x.failed is not None:
             self._note(x, x.failed)
 
-    async def _foreign(self, family: E2b | Swerex, x: Exchange, raw: str) -> None:
+    async def _foreign(self, family: E2b | Swerex | Fusion, x: Exchange, raw: str) -> None:
         """A call of another's client, whose bugs of ours have that family's form too."""
         try:
             await family(x, raw)

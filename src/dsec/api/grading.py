@@ -12,6 +12,7 @@ from typing import cast
 import msgspec
 
 from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange
+from dsec.api.waiting import while_awaited
 from dsec.errors import DsecError
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
@@ -28,19 +29,7 @@ async def verify(verifier: Verifier, sandbox_id: str, x: Exchange) -> None:
     x.check_query()
     principal = x.owner()
     spec = x.decode(_SPEC, await x.body(MAX_BATCH_BYTES))
-    task = asyncio.ensure_future(verifier.verify(principal, sandbox_id, spec))
-    gone = asyncio.ensure_future(x.next_message())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, DsecError, OSError):
-                await task
-    await x.answer(200, task.result())
+    await x.answer(200, await while_awaited(x, verifier.verify(principal, sandbox_id, spec)))
 
 
 async def judge(judge: Judge, x: Exchange) -> None:

@@ -18,6 +18,8 @@ from dsec.api.e2b.calls import CALLS as E2B_CALLS
 from dsec.api.e2b.models import RestError, RpcFailure
 from dsec.api.exec import Started
 from dsec.api.layer_calls import CALLS as LAYER_CALLS
+from dsec.api.sandboxfusion.calls import CALLS as FUSION_CALLS
+from dsec.api.sandboxfusion.wire import Detail
 from dsec.api.swerex_calls import CALLS as SWEREX_CALLS
 from dsec.api.swerex_wire import Failure, Refusal
 from dsec.errors import BY_CODE, ErrorBody
@@ -26,10 +28,11 @@ from dsec.wire.connect import Code
 from dsec.wire.exec_stream import MEDIA_TYPE
 
 _REF = "#/components/schemas/{name}"
-_ALL = (*CALLS, *LAYER_CALLS, *E2B_CALLS, *SWEREX_CALLS)
+_ALL = (*CALLS, *LAYER_CALLS, *E2B_CALLS, *SWEREX_CALLS, *FUSION_CALLS)
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a sandbox's token"},
     "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "E2B's and SWE-ReX's clients"},
+    "basic": {"type": "http", "scheme": "basic", "description": "SandboxFusion's clients: an API key as password"},
     "accessToken": {"type": "apiKey", "in": "header", "name": "X-Access-Token", "description": "E2B's data plane"},
 }
 _PUBLIC = frozenset({"/healthz"})
@@ -56,6 +59,14 @@ _ERRORS: dict[str, tuple[dict[int, str], tuple[type, ...]]] = {
     "swerex": (
         {**{status: _OURS[status] for status in (401, 403, 404, 405)}, 511: "an exception to be raised"},
         (Failure, Refusal),
+    ),
+    "sandboxfusion": (
+        {
+            **{status: text for status, text in _OURS.items() if status < 500},
+            501: "not served here",
+            504: "the platform failed: again",
+        },
+        (Detail,),
     ),
 }
 

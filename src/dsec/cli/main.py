@@ -16,6 +16,7 @@ from dsec.cli import (
     group,
     host,
     inside,
+    judging,
     layers,
     network,
     sandboxes,
@@ -57,6 +58,7 @@ for _command in (
     *audit.COMMANDS,
     *sim.COMMANDS,
     *grading.COMMANDS,
+    *judging.COMMANDS,
     *complete.COMMANDS,
 ):
     cli.add_command(_command)

@@ -46,7 +46,7 @@ class ContainerRunner:
             sandbox = (await asyncio.shield(creating)).sandbox.id
             for path, content in job.files.items():
                 deep = path.count(b"/") > 2
-                await self._edge.write_file(sandbox, path, _once(content), user="root", mode=0o755, parents=deep)
+                await self._edge.write_file(sandbox, path, _once(content), user="nobody", mode=0o755, parents=deep)
             return await self._run(sandbox, job)
         finally:
             await asyncio.shield(asyncio.ensure_future(self._end(creating)))

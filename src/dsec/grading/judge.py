@@ -131,13 +131,6 @@ class Judge:
             raise missing(language, environment)
         return built
 
-    def is_built(
-        self, project: str, environment: str, language: Language, source: bytes, files: Mapping[bytes, bytes]
-    ) -> bool:
-        """Whether nothing has to be compiled. Raises `EnvironmentNotFound`."""
-        key = self._programs.key(self._layers(environment, project), language, source, files)
-        return not TOOLS[language].compile or self._programs.known(key)
-
     async def run(self, caller: Path, job: Job, deadline_s: float | None = None) -> Ran:
         """Run a command in its turn; once more where the platform failed. Raises `AdmissionTimeout` where it got no
         place within `deadline_s`, and as `Runner.run`."""

@@ -63,10 +63,6 @@ class Programs:
             digest.update(b"%d:%d:" % (len(path), len(files[path])) + path + files[path])
         return digest.hexdigest()
 
-    def known(self, key: str) -> bool:
-        """Whether it is there already."""
-        return key in self._known
-
     async def get(self, key: str, make: Callable[[], Awaitable[Ran]]) -> Built:
         """What `make` makes, once for all who ask. Raises what it raises."""
         found = self._known.get(key)

@@ -1,0 +1,3 @@
+read -r line
+opening="${line//[^(\[]/}"
+[ $((2 * ${#opening})) -eq ${#line} ] && echo yes || echo no

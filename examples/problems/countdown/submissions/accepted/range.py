@@ -1,0 +1,2 @@
+for i in range(int(input()), -1, -1):
+    print(i)

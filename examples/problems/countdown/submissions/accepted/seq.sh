@@ -1,0 +1,2 @@
+read -r n
+seq "$n" -1 0

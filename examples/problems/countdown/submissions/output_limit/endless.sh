@@ -1,0 +1,1 @@
+while true; do echo 0; done

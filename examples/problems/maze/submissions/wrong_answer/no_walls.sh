@@ -1,0 +1,2 @@
+mapfile -t maze
+echo $((${#maze[@]} + ${#maze[0]} - 2))

@@ -1,0 +1,1 @@
+read -r a b

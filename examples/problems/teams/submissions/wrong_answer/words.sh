@@ -1,0 +1,1 @@
+echo "the strong ones"

@@ -1,0 +1,4 @@
+import sys
+from collections import Counter
+
+print(min(Counter(sys.stdin.read().split()).items(), key=lambda each: (-each[1], each[0]))[0])
