@@ -42,6 +42,10 @@ class Tap(Protocol):
 
     def stdin(self, data: memoryview) -> None: ...
 
+    def failed(self) -> None:
+        """It goes on without being told of, or not at all: the channel is lost, or it was released."""
+        ...
+
     def ended(self) -> None:
         """Its end is known (`Operation.end`); no reader has seen it yet."""
         ...

@@ -20,10 +20,11 @@ from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Sen
 from dsec.api.layers import Layers
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
+from dsec.api.quick import Lane
 from dsec.api.sandboxfusion import Fusion, FusionConfig
 from dsec.api.swerex import Swerex
 from dsec.builder.service import BuildService
-from dsec.edge.client import EdgeClient
+from dsec.edge.client import EdgeClient, QuickEdge
 from dsec.edge.context import REQUEST_ID, SANDBOX_ID
 from dsec.edge.sessions import Sessions
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
@@ -62,6 +63,8 @@ class Api:
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
+        self.lane = Lane(edge, edge, self.ports.target, self.metrics) if isinstance(edge, QuickEdge) else None
+        """The short way of short commands, for who reads requests off the sockets."""
         self._e2b = E2b(edge, environments=environments, config=e2b, builder=builder)
         self._sessions = Sessions(edge)
         self._swerex = Swerex(edge, self._sessions)

@@ -66,6 +66,14 @@ def headers_of(error: DsecError) -> Headers:
     return headers
 
 
+def run_of(header: bytes) -> tuple[str, int]:
+    """A run's name and epoch, as the header X-Dsec-Run says them. Raises `InvalidRequest`."""
+    epoch, _, name = header.partition(b" ")
+    if not epoch.isdigit() or not name or len(epoch) > 18:
+        raise InvalidRequest("X-Dsec-Run is an epoch and a run's name")
+    return unquote(name.decode("latin-1")), int(epoch)
+
+
 class ClientGone(Exception):
     """The client closed the connection; nobody waits for an answer."""
 
@@ -149,12 +157,7 @@ class Exchange:
     def run(self) -> tuple[str, int] | None:
         """The run that the caller speaks for, and its epoch: the header `X-Dsec-Run: EPOCH NAME`, the name quoted as in
         a URL. Raises `InvalidRequest`."""
-        if not self._run:
-            return None
-        epoch, _, name = self._run.partition(b" ")
-        if not epoch.isdigit() or not name or len(epoch) > 18:
-            raise InvalidRequest("X-Dsec-Run is an epoch and a run's name")
-        return unquote(name.decode("latin-1")), int(epoch)
+        return run_of(self._run) if self._run else None
 
     def project(self) -> str:
         """The caller's project. Raises `PermissionDenied` for a sandbox token, which reaches its sandbox alone."""

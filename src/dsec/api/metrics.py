@@ -35,6 +35,7 @@ class ServerMetrics:
 
     def __init__(self, version: str) -> None:
         self.requests = 0
+        self.quick = 0
         self.errors: Counter[str] = Counter()
         self._version = version
         self._lag = Histogram(_LAG_S)
@@ -69,6 +70,7 @@ class ServerMetrics:
         return [
             Family("dsec_build_info", "gauge", "The version that runs; always 1.", [Sample(1, build)]),
             one("dsec_http_requests_total", "counter", "Requests that were taken in.", self.requests),
+            one("dsec_http_quick_total", "counter", "Of those, commands answered by the short way.", self.quick),
             Family(
                 "dsec_http_errors_total",
                 "counter",

@@ -22,6 +22,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from dsec.api.app import Api
 from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, READY_EXTENSION
 from dsec.api.ports.raw import RAW, RawConnection
+from dsec.api.quick import BEGINS, Waiting
 from dsec.errors import ErrorBody, Unavailable
 
 WS_MESSAGE_BYTES = 4 << 20
@@ -66,10 +67,17 @@ class CorkedTransport:
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with errors in our form, bounded headers, a way to cut an answer, and answers that leave
-    whole."""
+    whole. Before uvicorn sees a request that comes in one piece, the short way of commands may take it (`_quick`)."""
 
     _header_bytes = 0
     _raw: RawConnection | None = None
+    _between = True
+    """The bytes that come next are a request's first: none is half read."""
+    _waiting: Waiting | None = None
+    """A request on the short way; what comes behind it waits in `_behind`."""
+    _behind = b""
+    _shutting_down = False
+    _used_at = 0.0
     _extensions: dict[str, Any]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -87,6 +95,7 @@ class Protocol(HttpToolsProtocol):
         return self.cycle is not None and (bool(self.cycle.body) or not self.cycle.more_body)
 
     def on_message_begin(self) -> None:
+        self._between = False
         super().on_message_begin()
         self._header_bytes = 0
         self.scope["extensions"] = self._extensions
@@ -109,16 +118,74 @@ class Protocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         pass
 
+    def on_message_complete(self) -> None:
+        self._between = True
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
         if self._raw is not None:
             self._raw.feed(data)
-        else:
+        elif self._waiting is not None:
+            self._behind += data
+            self.flow.pause_reading()
+        elif not (self._between and data.startswith(BEGINS) and self._quick(data)):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._raw is not None:
             self._raw.lose()
+        if self._waiting is not None:
+            self._waiting.let_go()
+            self._waiting = None
+
+    # --- the short way ---
+
+    def _quick(self, data: bytes) -> bool:
+        """Whether a request that begins here goes the short way. The answer before it has left whole."""
+        api: Any = self.app
+        if api.lane is None or self._shutting_down or (self.cycle is not None and not self.cycle.response_complete):
+            return False
+        if self.transport.is_closing():
+            return False
+        self._waiting = api.lane.begin(data, self._answered)
+        return self._waiting is not None
+
+    def _answered(self, data: bytes, whole: bool) -> None:
+        self._waiting = None
+        if self.transport.is_closing():
+            return
+        if whole:
+            self.transport.write(data)
+            self.server_state.total_requests += 1
+            self._used_at = self.loop.time()
+            if self._shutting_down:
+                self.transport.close()
+                return
+            if self.timeout_keep_alive_task is None:
+                self.timeout_keep_alive_handler()
+        else:
+            super().data_received(data)
+            if self._shutting_down:
+                super().shutdown()
+        if self._behind:
+            data, self._behind = self._behind, b""
+            self.flow.resume_reading()
+            self.data_received(data)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The short way doesn't set the timer anew for each request: it is looked at when it is due."""
+        left_s = self._used_at + self.timeout_keep_alive - self.loop.time()
+        if self._waiting is not None or left_s > 0:
+            again_s = max(left_s, 1.0)
+            self.timeout_keep_alive_task = self.loop.call_later(again_s, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        self._shutting_down = True
+        if self._waiting is None:
+            super().shutdown()
 
     def _taken(self) -> None:
         """The request's end, for uvicorn: no answer of its own comes."""

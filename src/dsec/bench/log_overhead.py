@@ -32,6 +32,8 @@ _SPEC = ExecSpec(argv=["/bin/true"])
 class _Silent(Recording):
     """Writes nothing down."""
 
+    taps = False
+
     def begins(self, sandbox: Sandbox, command: Command, spec: ExecSpec) -> None:
         """Nothing."""
 

@@ -267,6 +267,8 @@ class GuestOperation:
         """It cannot go on here. One that ended keeps its result."""
         if self._end is None and self._error is None:
             self._error = error
+            if self._tap is not None:
+                self._tap.failed()
         self.wake()
 
     def settle(self) -> None:
@@ -379,4 +381,6 @@ class GuestOperation:
             stream.buffer = bytearray()
         if self._spool is not None:
             self._spool.remove()
+        if self._end is None and self._tap is not None:
+            self._tap.failed()
         self.wake()

@@ -14,8 +14,8 @@ it. Invariants for whoever calls:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -157,6 +157,50 @@ class Execution(Protocol):
         ...
 
     async def close_stdin(self) -> None: ...
+
+
+class Quick(Protocol):
+    """A hold on a command that most likely ends at once: `QuickEdge.exec_quick`."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def pid(self) -> int | None:
+        """Inside; None where it could not be started, or it isn't known yet."""
+        ...
+
+    @property
+    def status(self) -> ExecStatus | None:
+        """Its result, once that is known and on record."""
+        ...
+
+    @property
+    def quick(self) -> bool:
+        """False once there is nothing to wait for here: let go of it, and ask `EdgeClient.exec` once more."""
+        ...
+
+    def output(self) -> tuple[bytes, bytes] | None:
+        """stdout and stderr; None where they are not all here: as for `quick`."""
+        ...
+
+    def let_go(self) -> None:
+        """The command goes on, or has ended; nobody is told of it here any more. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class QuickEdge(Protocol):
+    """What an `EdgeClient` may be besides: one that runs in this process."""
+
+    def exec_quick(
+        self, sandbox_id: str, spec: ExecSpec, release: Sequence[str], told: Callable[[], None]
+    ) -> Quick | None:
+        """Release the keys, then start a command that has a key, for a caller who wants its result alone; in one step.
+        `told` is called when something happens to it. None where it isn't fresh or may not be quick: `exec` takes it.
+
+        Raises as `exec`; then that says why it can't be started.
+        """
+        ...
 
 
 class FileWatch(Protocol):

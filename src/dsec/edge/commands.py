@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.outcome import Asked, met_no_limit, status_of
+from dsec.edge.quick import QuickCommand, at_once
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recorder import Recorder
 from dsec.edge.recording import Recording
@@ -129,29 +130,60 @@ class Commands:
     async def exec(self, sandbox: Sandbox, spec: ExecSpec, patient: bool = False) -> RunningCommand | RecordedCommand:
         """See `EdgeClient.exec`."""
         channel = sandbox.running().channel
-        sandbox.active_at = self._clock.monotonic()
         check(spec)
         guest_key = None if spec.key is None else guest_key_of(spec)
-        table = self._table(sandbox)
         if spec.key is not None and guest_key is not None:
-            known = table.get(guest_key[:HALF_KEY])
+            known = self._table(sandbox).get(guest_key[:HALF_KEY])
             if known is not None:
                 return await self._again(sandbox, known, spec.key, guest_key)
             recorded = self.recording.find(sandbox, spec.key, guest_key)
             if recorded is not None:
                 return recorded
-        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env, patient=patient)
-        command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
-        command.began = sandbox.active_at
-        self.recording.begins(sandbox, command, spec)
-        if guest_key is not None:
-            self._make_room(sandbox, table)
-            table[guest_key[:HALF_KEY]] = command
+        command, request = self._begin(sandbox, spec, guest_key, patient)
         if channel.congested or spec.pty is not None:  # a terminal may have to be prepared
             await self._start_later(sandbox, command, request)
         else:  # one step, that no cancellation can cut
             await self._start(sandbox, command, request)
         return RunningCommand(self, sandbox, command, attached=False)
+
+    def quick(
+        self, sandbox: Sandbox, spec: ExecSpec, release: Sequence[str], told: Callable[[], None]
+    ) -> QuickCommand | None:
+        """See `QuickEdge.exec_quick`."""
+        channel = sandbox.running().channel
+        if spec.key is None or spec.pty is not None or spec.stdin or channel.congested:
+            return None
+        if sandbox.record.spec.sync == "always" or not self.recording.taps:
+            return None
+        for key in release:
+            ended = self._find(sandbox, key)
+            if ended is not None:
+                if ended.starting is not None:
+                    return None
+                at_once(self.release(sandbox, key))
+        check(spec)
+        guest_key = guest_key_of(spec)
+        if guest_key[:HALF_KEY] in self._table(sandbox):
+            return None
+        if self.recording.find(sandbox, spec.key, guest_key) is not None:
+            return None
+        command, request = self._begin(sandbox, spec, guest_key, patient=True)
+        at_once(self._launch(sandbox, command, request))
+        return QuickCommand(self._lives, sandbox, command, told)
+
+    def _begin(
+        self, sandbox: Sandbox, spec: ExecSpec, guest_key: bytes | None, patient: bool
+    ) -> tuple[Command, OpRequest]:
+        """A new command, on record, and what is to be asked of the guest."""
+        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env, patient=patient)
+        command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
+        command.began = sandbox.active_at = self._clock.monotonic()
+        self.recording.begins(sandbox, command, spec)
+        if guest_key is not None:
+            table = self._table(sandbox)
+            self._make_room(sandbox, table)
+            table[guest_key[:HALF_KEY]] = command
+        return command, request
 
     async def _start_later(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
         command.starting = self._tasks.spawn(self._start(sandbox, command, request))
@@ -335,13 +367,16 @@ class Commands:
 
     async def _start(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
         try:
-            instance = sandbox.running()
-            operation = await instance.channel.start(request)
+            await self._launch(sandbox, command, request)
+        except (OutcomeUnknown, Unavailable) as error:
+            raise await self.explain(sandbox, error) from error
+
+    async def _launch(self, sandbox: Sandbox, command: Command, request: OpRequest) -> None:
+        try:
+            operation = await sandbox.running().channel.start(request)
         except BaseException as error:
             self._drop(sandbox, command)
             self.recording.refused(sandbox, command, error)
-            if isinstance(error, OutcomeUnknown | Unavailable):
-                raise await self.explain(sandbox, error) from error
             raise
         command.operation = operation
         if command.guest_key is None:

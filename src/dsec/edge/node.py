@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from dsec.edge.notes import Notes
 from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
 from dsec.edge.pauses import Pauses
+from dsec.edge.quick import QuickCommand
 from dsec.edge.rebuild import Replay, chain_of, networks_of
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recording import Recording
@@ -414,6 +415,11 @@ class Edge(KeptCalls, FileCalls):
             return await self._commands.exec(self._usable(sandbox_id), spec, patient)
         except (SandboxEnded, SandboxLost) as error:
             return self._commands.recording.after_end(sandbox_id, error, spec.key, spec)
+
+    def exec_quick(
+        self, sandbox_id: str, spec: ExecSpec, release: Sequence[str], told: Callable[[], None]
+    ) -> QuickCommand | None:
+        return self._commands.quick(self._usable(sandbox_id), spec, release, told)
 
     async def attach(self, sandbox_id: str, key: str) -> RunningCommand | RecordedCommand:
         try:

@@ -67,16 +67,24 @@ class Stream:
 class Recorder:
     """`ports.Tap` of one command."""
 
-    __slots__ = ("_ended", "_keep", "_streams")
+    __slots__ = ("_ended", "_keep", "_streams", "broken", "noticed", "output_bytes")
 
     def __init__(self, keep: int, ended: Callable[[], None]) -> None:
         """`ended` is called at its end, before any reader sees it."""
         self._keep = keep
         self._streams: dict[str, Stream] = {}
         self._ended = ended
+        self.output_bytes = 0
+        self.broken = False
+        """It can't go on here, or was released."""
+        self.noticed: Callable[[], None] | None = None
+        """Called after whatever this was told of but stdin."""
 
     def output(self, stderr: bool, offset: int, data: bytes) -> None:
         self._stream("stderr" if stderr else "stdout").feed(data, offset)
+        self.output_bytes += len(data)
+        if self.noticed is not None:
+            self.noticed()
 
     def stdin(self, data: memoryview) -> None:
         self._stream("stdin").feed(data)
@@ -89,6 +97,23 @@ class Recorder:
 
     def ended(self) -> None:
         self._ended()
+        if self.noticed is not None:
+            self.noticed()
+
+    def failed(self) -> None:
+        self.broken = True
+        if self.noticed is not None:
+            self.noticed()
+
+    def whole_output(self) -> tuple[bytes, bytes] | None:
+        """stdout and stderr; None where not all of them is kept."""
+        found = []
+        for name in ("stdout", "stderr"):
+            stream = self._streams.get(name)
+            if stream is not None and (stream.holes or len(stream.kept) != stream.size):
+                return None
+            found.append(b"" if stream is None else bytes(stream.kept))
+        return found[0], found[1]
 
     def entry(self, put: Callable[[bytes], str | None]) -> dict[str, Any]:
         """stdout, stderr, stdin as far as there were any; the small ones inline."""
