@@ -175,6 +175,7 @@ enum dsec_file_flag { FF_PARENTS = 1, FF_RECURSIVE = 2, FF_FOLLOW = 4, FF_EXCL =
 enum dsec_spawn_flag {
     SF_NO_NEW_PRIVS = 1,
     SF_NETWORK = 2,        /* a net namespace from the pool of those with a way out, so that Z_NETWORK needs to make none */
+    SF_CELLS = 4,          /* not the guest but the program that makes cells for function calls (cells/cells.h); the channel speaks its messages */
 };
 
 /* EXIT. */

@@ -1,4 +1,4 @@
-/* The seccomp filter: loaded once, in the zygote, before any clone, and inherited by every sandbox. Never load a filter per sandbox: the
+/* The seccomp filters. The first is loaded once, in the zygote, before any clone, and inherited by every sandbox. Never load a filter per sandbox: the
  * kernel frees BPF programs through one workqueue, and thousands of frees at once have wedged it for good. For the same reason
  * nothing inside may load one: SECCOMP_SET_MODE_FILTER and SO_ATTACH_*BPF are refused.
  *
@@ -32,7 +32,7 @@
 
 enum leaf {
     ALLOW, PERM, NOSYS,
-    IOCTL, SOCKET, SOCKETPAIR, SETSOCKOPT, PERSONALITY, PRCTL, SECCOMP, CLONE_FLAGS,
+    IOCTL, SOCKET, SOCKETPAIR, SETSOCKOPT, PERSONALITY, PRCTL, SECCOMP, CLONE_FLAGS, NO_NAMESPACE, ONLY_UNIX,
 };
 
 #define MAX_PROGRAM 1024
@@ -43,7 +43,7 @@ struct program {
 
 #define REFUSE(error) (SECCOMP_RET_ERRNO | (error))
 
-static const struct {
+static const struct rule {
     short number;
     unsigned char leaf;
 } RULES[] = {
@@ -75,6 +75,17 @@ static const struct {
     /* looked at more closely */
     {SYS_ioctl, IOCTL}, {SYS_socket, SOCKET}, {SYS_socketpair, SOCKETPAIR}, {SYS_setsockopt, SETSOCKOPT}, {SYS_personality, PERSONALITY},
     {SYS_prctl, PRCTL}, {SYS_seccomp, SECCOMP}, {SYS_unshare, CLONE_FLAGS}, {SYS_clone, CLONE_FLAGS},
+};
+
+/* The second filter, on top of the first, for the source of a function environment and all that it starts: one a environment, never one
+ * a call. Some of its processes hold CAP_SYS_ADMIN in their own user namespace, because joining a cell takes that; here is why they can
+ * do nothing else with it. No internet, since the cells of an environment have one net namespace, and calls must not meet. */
+static const struct rule SECOND[] = {
+    {SYS_mount, PERM}, {SYS_umount2, PERM}, {SYS_pivot_root, PERM}, {SYS_chroot, PERM}, {SYS_open_tree, PERM}, {SYS_move_mount, PERM},
+    {SYS_fsopen, PERM}, {SYS_fsconfig, PERM}, {SYS_fsmount, PERM}, {433 /* fspick */, PERM}, {SYS_mount_setattr, PERM},
+    {467 /* open_tree_attr */, PERM}, {SYS_unshare, PERM}, {SYS_sethostname, PERM}, {SYS_setdomainname, PERM},
+    {SYS_clone3, NOSYS}, /* its flags can't be seen; C libraries fall back to clone */
+    {SYS_clone, NO_NAMESPACE}, {SYS_socket, ONLY_UNIX},
 };
 
 static void emit(struct program *p, unsigned short code, unsigned k, unsigned char jt, unsigned char jf) {
@@ -135,20 +146,25 @@ static void emit_ioctl(struct program *p) {
 /* socket() takes ints: the kernel ignores the high halves of its arguments, and the filter sees them. */
 static unsigned password[2];
 
+/* Allow who has the password in the high halves of the first two arguments, which only the zygote does, and its children before they
+ * execute anything. */
+static void emit_password(struct program *p, unsigned refusal) {
+    for (unsigned i = 0; i < 2; i++) {
+        load_arg_high(p, i);
+        emit(p, BPF_JMP | BPF_JEQ | BPF_K, password[i], 1, 0);
+        answer(p, refusal);
+    }
+    answer(p, SECCOMP_RET_ALLOW);
+}
+
 static void emit_socket(struct program *p) {
     load_arg(p, 0);
     answer_if(p, 1 /* AF_UNIX */, SECCOMP_RET_ALLOW);
     unsigned netlink = begin_block(p, 16 /* AF_NETLINK: reading addresses and routes is all that is left */);
     load_arg(p, 2);
     answer_if(p, NETLINK_ROUTE, SECCOMP_RET_ALLOW);
-    /* Only the zygote knows what it was told apart by (filter_netfilter_socket). */
     unsigned netfilter = begin_block(p, NETLINK_NETFILTER);
-    for (unsigned i = 0; i < 2; i++) {
-        load_arg_high(p, i);
-        emit(p, BPF_JMP | BPF_JEQ | BPF_K, password[i], 1, 0);
-        answer(p, REFUSE(EPROTONOSUPPORT));
-    }
-    answer(p, SECCOMP_RET_ALLOW);
+    emit_password(p, REFUSE(EPROTONOSUPPORT));
     end_block(p, netfilter);
     answer(p, REFUSE(EPROTONOSUPPORT));
     end_block(p, netlink);
@@ -209,15 +225,28 @@ static void emit_leaf(struct program *p, enum leaf leaf) {
         answer(p, SECCOMP_RET_ALLOW);
         return;
     }
-    case SECCOMP:
+    case SECCOMP: {
         load_arg(p, 0);
-        answer_if(p, SECCOMP_SET_MODE_FILTER, REFUSE(EINVAL));
+        unsigned block = begin_block(p, SECCOMP_SET_MODE_FILTER);
+        emit_password(p, REFUSE(EINVAL));
+        end_block(p, block);
         answer(p, SECCOMP_RET_ALLOW);
         return;
+    }
     case CLONE_FLAGS: /* clone3's can't be seen: user.max_user_namespaces = 0 refuses that one */
         load_arg(p, 0);
         answer_if_bits(p, 0x10000000 /* CLONE_NEWUSER */, REFUSE(EPERM));
         answer(p, SECCOMP_RET_ALLOW);
+        return;
+    case NO_NAMESPACE:
+        load_arg(p, 0);
+        answer_if_bits(p, 0x7e020000 /* all CLONE_NEW* that clone takes */, REFUSE(EPERM));
+        answer(p, SECCOMP_RET_ALLOW);
+        return;
+    case ONLY_UNIX:
+        load_arg(p, 0);
+        if (world.landlock_abi >= 6) answer_if(p, 1 /* AF_UNIX: landlock keeps abstract ones apart */, SECCOMP_RET_ALLOW);
+        answer(p, REFUSE(EAFNOSUPPORT));
         return;
     }
 }
@@ -249,13 +278,14 @@ static void emit_tree(struct program *p, const struct range *ranges, unsigned co
     emit_tree(p, ranges + count / 2, count - count / 2);
 }
 
-static void build(struct program *p) {
+static void build(struct program *p, const struct rule *rules, size_t rule_count) {
     static unsigned char leaf_of[HIGHEST + 2];
     static struct range ranges[HIGHEST + 2];
     unsigned count = 0;
+    memset(leaf_of, ALLOW, sizeof leaf_of);
     leaf_of[HIGHEST + 1] = NOSYS;
-    for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++)
-        if (RULES[i].number <= HIGHEST) leaf_of[RULES[i].number] = RULES[i].leaf;
+    for (size_t i = 0; i < rule_count; i++)
+        if (rules[i].number <= HIGHEST) leaf_of[rules[i].number] = rules[i].leaf;
     for (unsigned number = 0; number <= HIGHEST + 1; number++)
         if (!count || ranges[count - 1].leaf != leaf_of[number]) ranges[count++] = (struct range){number, leaf_of[number]};
     load(p, offsetof(struct seccomp_data, arch));
@@ -270,12 +300,19 @@ int filter_netfilter_socket(void) {
                         NETLINK_NETFILTER);
 }
 
-int filter_load(void) {
+static int load_rules(const struct rule *rules, size_t count) {
     static struct program program;
-    if (getrandom(password, sizeof password, 0) != sizeof password) return -EIO;
-    build(&program);
+    program.length = 0;
+    build(&program, rules, count);
     if (program.length >= MAX_PROGRAM) return -E2BIG;
     struct sock_fprog prog = {(unsigned short)program.length, program.code};
     /* Without no_new_privs, which CAP_SYS_ADMIN allows: set-uid programs shall work inside. */
-    return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &prog) < 0 ? -errno : 0;
+    return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER | (unsigned long)password[0] << 32, (unsigned long)password[1] << 32, &prog) < 0 ? -errno : 0;
 }
+
+int filter_load(void) {
+    if (getrandom(password, sizeof password, 0) != sizeof password) return -EIO;
+    return load_rules(RULES, sizeof RULES / sizeof *RULES);
+}
+
+int filter_load_second(void) { return load_rules(SECOND, sizeof SECOND / sizeof *SECOND); }

@@ -25,6 +25,11 @@ static const uint64_t CAPABILITIES =
     BIT(CAP_CHOWN) | BIT(CAP_DAC_OVERRIDE) | BIT(CAP_FOWNER) | BIT(CAP_FSETID) | BIT(CAP_KILL) | BIT(CAP_SETGID) | BIT(CAP_SETUID) |
     BIT(CAP_SETPCAP) | BIT(CAP_NET_BIND_SERVICE) | BIT(CAP_SYS_CHROOT) | BIT(CAP_SETFCAP) | BIT(CAP_AUDIT_WRITE);
 
+/* The program that makes cells (cells/cells.h) mounts in them, asks which namespaces a process is in, and gives up the rest for what it
+ * starts. Its source of workers joins cells, and cannot do more with it: the second filter. */
+static const uint64_t WARDEN = BIT(CAP_DAC_OVERRIDE) | BIT(CAP_KILL) | BIT(CAP_SYS_ADMIN) | BIT(CAP_SYS_PTRACE);
+static const uint64_t SOURCE = BIT(CAP_SETGID) | BIT(CAP_SETUID) | BIT(CAP_SETPCAP) | BIT(CAP_SYS_ADMIN) | BIT(CAP_SYS_CHROOT);
+
 /* What /proc shows of the host and has no use inside. A file becomes an empty file, a directory an empty directory, both read-only. Each
  * mask costs 4 us a sandbox, so none is spent on what only the host's root may open: no id inside is his (plan.c sees to that). */
 static const char *const MASKED[] = {
@@ -42,9 +47,10 @@ static bool masked_here[MASKS], masked_is_dir[MASKS];
  * per user id: a limit of the sandbox's own keeps one from using up what its siblings of the same id range share. */
 static const struct {
     const char *name, *value;
+    bool but_cells;
 } SYSCTLS[] = {
-    {"max_user_namespaces", "0"},     {"max_mnt_namespaces", "0"},     {"max_net_namespaces", "0"},
-    {"max_inotify_instances", "128"}, {"max_inotify_watches", "65536"},
+    {"max_user_namespaces", "0", false},     {"max_mnt_namespaces", "0", true},         {"max_net_namespaces", "0", false},
+    {"max_inotify_instances", "128", false}, {"max_inotify_watches", "65536", false},
 };
 
 static int report_fd;
@@ -84,10 +90,11 @@ static void mount_point(const char *name) {
 
 static void bind_over(const char *from, const char *to, enum stage stage) { must(stage, mount(from, to, NULL, MS_BIND, NULL)); }
 
-/* The sandbox's /proc, detached as yet. */
-static int make_proc(void) {
+/* The sandbox's /proc, detached as yet. `pids_only`: nothing of the host is in it. */
+static int make_proc(bool pids_only) {
     int fs = x_fsopen("proc");
     must(AT_PROC, fs);
+    if (pids_only) must(AT_PROC, x_fsconfig(fs, X_FSCONFIG_SET_STRING, "subset", "pid"));
     must(AT_PROC, x_fsconfig(fs, X_FSCONFIG_CMD_CREATE, NULL, NULL));
     int tree = x_fsmount(fs, X_MOUNT_ATTR_NOSUID | X_MOUNT_ATTR_NODEV | X_MOUNT_ATTR_NOEXEC);
     must(AT_PROC, tree);
@@ -146,10 +153,11 @@ static void mount_pts(void) {
         must(AT_MOUNT_PTS, mount("devpts", "dev/pts", "devpts", flags, PTS_OPTIONS ",gid=0"));
 }
 
-static void set_sysctls(int proc) {
+static void set_sysctls(int proc, bool cells) {
     int dir = openat(proc, "sys/user", O_PATH | O_DIRECTORY | O_CLOEXEC);
     must(AT_SYSCTL, dir);
-    for (size_t i = 0; i < sizeof SYSCTLS / sizeof *SYSCTLS; i++) set_sysctl(dir, SYSCTLS[i].name, SYSCTLS[i].value);
+    for (size_t i = 0; i < sizeof SYSCTLS / sizeof *SYSCTLS; i++)
+        if (!cells || !SYSCTLS[i].but_cells) set_sysctl(dir, SYSCTLS[i].name, SYSCTLS[i].value);
     close(dir);
 }
 
@@ -168,11 +176,11 @@ static void set_limits(const struct plan *plan) {
     if (plan->has_cpus) must(AT_AFFINITY, syscall(SYS_sched_setaffinity, 0, sizeof plan->cpus, plan->cpus));
 }
 
-static void drop_capabilities(void) {
+static void drop_capabilities(uint64_t kept) {
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2];
     for (int cap = 0; cap < 64; cap++) {
-        if (CAPABILITIES & BIT(cap)) continue;
+        if (kept & BIT(cap)) continue;
         if (prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) < 0) {
             if (errno == EINVAL) break; /* the kernel's last */
             die(AT_CAPABILITIES, errno);
@@ -180,7 +188,7 @@ static void drop_capabilities(void) {
     }
     must(AT_CAPABILITIES, prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0));
     for (int i = 0; i < 2; i++) {
-        data[i].effective = data[i].permitted = (uint32_t)(CAPABILITIES >> (32 * i));
+        data[i].effective = data[i].permitted = (uint32_t)(kept >> (32 * i));
         data[i].inheritable = 0;
     }
     must(AT_CAPABILITIES, syscall(SYS_capset, &header, data));
@@ -202,8 +210,28 @@ static void landlock(void) {
     must(AT_LANDLOCK, syscall(SYS_landlock_restrict_self, fd, 0));
 }
 
+/* Pid 2 of a function environment, under the second filter. Its socket to pid 1 becomes FD_GUEST on both sides, and has there the number
+ * that the guest's program has for other sandboxes. */
+static void start_source(void) {
+    static char *argv[] = {"dsec-source", NULL}, *envp[] = {NULL};
+    int pair[2], error;
+    must(AT_SOURCE, socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+    pid_t pid = fork();
+    must(AT_SOURCE, pid);
+    if (pid > 0) {
+        must(AT_SOURCE, dup2(pair[0], FD_GUEST));
+        close(pair[1]);
+        return;
+    }
+    if ((error = filter_load_second()) < 0) die(AT_SOURCE, -error);
+    must(AT_SOURCE, dup2(pair[1], FD_GUEST));
+    drop_capabilities(SOURCE);
+    syscall(SYS_execveat, FD_CELLS, "", argv, envp, AT_EMPTY_PATH);
+    die(AT_SOURCE, errno);
+}
+
 static void hand_over(const struct inside *in) {
-    /* Their numbers are above 6, so none overwrites another; dup2 clears close-on-exec. All else closes itself. */
+    /* Their numbers are above 7, so none overwrites another; dup2 clears close-on-exec. All else closes itself. */
     must(AT_EXEC, dup2(in->control, DSEC_FD_CONTROL));
     must(AT_EXEC, dup2(in->channel, DSEC_FD_CHANNEL));
     must(AT_EXEC, dup2(in->cgroup, DSEC_FD_CGROUP));
@@ -222,7 +250,8 @@ void inside_run(const struct plan *plan, const struct inside *in) {
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
 
-    int proc = make_proc();
+    const bool cells = plan->flags & SF_CELLS;
+    int proc = make_proc(false);
     set_sysctl(proc, "sys/net/ipv4/ip_unprivileged_port_start", "0"); /* while we still are the host's root, whose namespace it is */
     become_root();
     must(AT_CGROUP_NS, unshare(CLONE_NEWCGROUP)); /* before set_sysctls() forbids it */
@@ -233,26 +262,29 @@ void inside_run(const struct plan *plan, const struct inside *in) {
     must(AT_ROOT, fchdir(in->root));
     mount_point("proc");
     mount_point("dev");
-    must(AT_PROC, x_attach(proc, AT_FDCWD, "proc"));
-    set_sysctls(proc);
-    mask_proc();
-    seal_proc_sys();
+    set_sysctls(proc, cells);
+    must(AT_PROC, x_attach(cells ? make_proc(true) : proc, AT_FDCWD, "proc"));
+    if (!cells) {
+        mask_proc();
+        seal_proc_sys();
+    }
     must(AT_MOUNT_DEV, x_attach(in->dev, AT_FDCWD, "dev"));
     mount_pts();
-    if (in->view >= 0) mount_views(in->view);
+    if (in->view >= 0 && !cells) mount_views(in->view);
     must(AT_PIVOT, chroot("."));
     must(AT_PIVOT, chdir("/"));
     must(AT_HOSTNAME, sethostname(plan->hostname, strlen(plan->hostname)));
     must(AT_HOSTNAME, setdomainname("", 0));
     set_limits(plan);
-    if (world.landlock_abi >= 2) landlock();
-    drop_capabilities();
+    if (cells) start_source();
+    else if (world.landlock_abi >= 2) landlock();
+    drop_capabilities(cells ? WARDEN : CAPABILITIES);
     if (plan->flags & SF_NO_NEW_PRIVS) must(AT_CAPABILITIES, prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
     /* A second line to the guest's own watch on its control socket; after the last change of credentials, which would clear it. */
     must(AT_EXEC, prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
     hand_over(in);
     report(AT_EXEC, 0);
-    static char *argv[] = {"dsec-guest", NULL}, *envp[] = {NULL};
-    syscall(SYS_execveat, FD_GUEST, "", argv, envp, AT_EMPTY_PATH);
+    static char *guest[] = {"dsec-guest", NULL}, *warden[] = {"dsec-cells", NULL}, *envp[] = {NULL};
+    syscall(SYS_execveat, cells ? FD_CELLS : FD_GUEST, "", cells ? warden : guest, envp, AT_EMPTY_PATH);
     die(AT_EXEC, errno);
 }

@@ -1,4 +1,4 @@
-/* Start of the zygote: zygote --socket PATH --guest PATH [--net-pool N], or zygote --probe-network
+/* Start of the zygote: zygote --socket PATH --guest PATH --cells PATH [--net-pool N], or zygote --probe-network
  *
  * Returns 0 when the daemon listens, else says on stderr what is missing. The daemon has no terminal, no parent that waits for it, and
  * outlives whoever started it.
@@ -62,25 +62,25 @@ static void must(const char *what, long result) {
 
 /* The guest as a sealed copy: nobody can replace or write what every sandbox executes. (Unreadable, mode 0111, would make the kernel keep its
  * memory out of reach by itself, but then its children couldn't raise their OOM score above its own; PR_SET_DUMPABLE does as well.) */
-static void keep_guest(const char *path) {
+static void keep_program(const char *path, const char *name, int at) {
     struct stat st;
     int from = open(path, O_RDONLY | O_CLOEXEC);
-    must("opening the guest program", from);
-    must("looking at the guest program", fstat(from, &st));
-    int to = memfd_create("dsec-guest", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
-    if (to < 0 && errno == EINVAL) to = memfd_create("dsec-guest", MFD_CLOEXEC | MFD_ALLOW_SEALING); /* before Linux 6.3 */
+    must("opening a program for inside", from);
+    must("looking at a program for inside", fstat(from, &st));
+    int to = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
+    if (to < 0 && errno == EINVAL) to = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING); /* before Linux 6.3 */
     must("memfd_create", to);
     for (off_t left = st.st_size; left > 0;) {
         ssize_t n = sendfile(to, from, NULL, (size_t)left);
         if (n == 0) errno = EIO;
-        must("copying the guest program", n > 0 ? n : -1);
+        must("copying a program for inside", n > 0 ? n : -1);
         left -= n;
     }
     must("fchmod", fchmod(to, 0555));
-    must("sealing the guest program", fcntl(to, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE));
+    must("sealing a program for inside", fcntl(to, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE));
     close(from);
-    if (to != FD_GUEST) {
-        must("dup3", dup3(to, FD_GUEST, O_CLOEXEC));
+    if (to != at) {
+        must("dup3", dup3(to, at, O_CLOEXEC));
         close(to);
     }
 }
@@ -172,7 +172,7 @@ static void place_holders(void) {
     if (null >= FD_GUEST) close(null);
 }
 
-static int serve(const char *socket_path, const char *guest, unsigned pool) {
+static int serve(const char *socket_path, const char *guest, const char *cells, unsigned pool) {
     static char scratch[200];
     snprintf(scratch, sizeof scratch, "%s.mount", socket_path);
     world.scratch = scratch;
@@ -181,7 +181,8 @@ static int serve(const char *socket_path, const char *guest, unsigned pool) {
     must("chdir", chdir("/"));
     ready = fd_up(ready);
     place_holders();
-    keep_guest(guest);
+    keep_program(guest, "dsec-guest", FD_GUEST);
+    keep_program(cells, "dsec-cells", FD_CELLS);
     set_self();
     must("epoll_create1", world.epoll = fd_up(epoll_create1(EPOLL_CLOEXEC)));
     must("opening the net namespace", world.host_network = open_up("/proc/self/ns/net"));
@@ -210,7 +211,7 @@ static int await_daemon(int from) {
 }
 
 static int usage(void) {
-    fputs("usage: zygote --socket PATH --guest PATH [--net-pool N]\n       zygote --probe-network\n", stderr);
+    fputs("usage: zygote --socket PATH --guest PATH --cells PATH [--net-pool N]\n       zygote --probe-network\n", stderr);
     return 64;
 }
 
@@ -222,16 +223,17 @@ static int probe_network(void) {
 
 int main(int argc, char **argv) {
     if (argc == 2 && !strcmp(argv[1], "--probe-network")) return probe_network();
-    const char *socket_path = NULL, *guest = NULL;
+    const char *socket_path = NULL, *guest = NULL, *cells = NULL;
     unsigned pool = 32;
     for (int i = 1; i < argc; i += 2) {
         if (i + 1 == argc) return usage();
         if (!strcmp(argv[i], "--socket")) socket_path = argv[i + 1];
         else if (!strcmp(argv[i], "--guest")) guest = argv[i + 1];
+        else if (!strcmp(argv[i], "--cells")) cells = argv[i + 1];
         else if (!strcmp(argv[i], "--net-pool")) pool = (unsigned)atoi(argv[i + 1]);
         else return usage();
     }
-    if (!socket_path || !guest || *socket_path != '/' || *guest != '/') return usage();
+    if (!socket_path || !guest || !cells || *socket_path != '/' || *guest != '/' || *cells != '/') return usage();
     /* Whatever our starter left open would stay open for as long as we live: its ends of pipes, of other people's too. */
     syscall(SYS_close_range, 3u, ~0u, 0u);
     int pipes[2];
@@ -241,7 +243,7 @@ int main(int argc, char **argv) {
     if (pid == 0) {
         close(pipes[0]);
         ready = pipes[1];
-        exit(serve(socket_path, guest, pool));
+        exit(serve(socket_path, guest, cells, pool));
     }
     close(pipes[1]);
     return await_daemon(pipes[0]);

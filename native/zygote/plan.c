@@ -60,7 +60,7 @@ static int take(struct plan *plan, const struct dsec_field *field) {
         return 0;
     case TAG_SPAWN_FLAGS:
         plan->flags = number;
-        return number & ~(uint64_t)(SF_NO_NEW_PRIVS | SF_NETWORK) ? -EINVAL : 0;
+        return number & ~(uint64_t)(SF_NO_NEW_PRIVS | SF_NETWORK | SF_CELLS) ? -EINVAL : 0;
     case TAG_MEMORY: return 0;
     default: return -EPROTO;
     }
@@ -124,6 +124,7 @@ const char *stage_text(uint32_t stage) {
         [AT_AFFINITY] = "setting the CPU affinity: are these CPUs online and in our cpuset?",
         [AT_CAPABILITIES] = "dropping capabilities",
         [AT_LANDLOCK] = "entering the landlock domain",
+        [AT_SOURCE] = "starting the source of workers",
         [AT_EXEC] = "executing the guest",
     };
     return stage < STAGES && TEXT[stage] ? TEXT[stage] : "unknown stage";

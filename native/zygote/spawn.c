@@ -19,7 +19,7 @@
 
 /* A spawn's descriptors, closed together however it ends. */
 enum low { ROOT, DEV, VIEW, CGROUP2, NETWORK, REPORT, CONTROL, CHANNEL, CGROUPS, LOWS = CGROUPS + MAX_CGROUPS };
-_Static_assert(FD_GUEST + 1 + LOWS + 8 < FD_LOW, "one spawn's descriptors, its pidfd and a few passing ones fit below FD_LOW");
+_Static_assert(FD_CELLS + 1 + LOWS + 8 < FD_LOW, "one spawn's descriptors, its pidfd and a few passing ones fit below FD_LOW");
 
 static int fail(int fd_or_result) { return fd_or_result < 0 ? -errno : fd_or_result; }
 

@@ -12,7 +12,7 @@
  *
  * DESCRIPTORS. A child must not pay for the descriptors of its siblings (copying and closing them grows with the number of live
  * sandboxes). So the child is cloned with a shared table and first of all takes a copy of its lowest part, FD_LOW. There live only
- * 0..5 (/dev/null: place holders for what the guest gets), 6 (the guest's program) and what one spawn needs; everything that stays is
+ * 0..5 (/dev/null: place holders for what the guest gets), 6 and 7 (the guest's and the cells' program) and what one spawn needs; all that stays is
  * moved above. The parent doesn't touch its table until the child says that it has its copy.
  *
  * MOUNT NAMESPACES. Layers are mounted by the edge in the host's mount namespace. A clone copies every mount of its parent's, so
@@ -29,6 +29,7 @@
 #include "wire.h"
 
 #define FD_GUEST 6
+#define FD_CELLS 7
 #define FD_LOW 64
 #define MAX_ID 40
 #define MAX_LOWERS 500
@@ -42,7 +43,7 @@ enum stage {
     AT_REQUEST, AT_CGROUP2, AT_OVERLAY, AT_DEV, AT_VIEW, AT_NETWORK, AT_SOCKETS, AT_CLONE, AT_ID_MAP, AT_OOM_SCORE, AT_CGROUP,
     /* inside */
     AT_FILES, AT_RELEASE, AT_CREDENTIALS, AT_ROOT, AT_PROC, AT_MASK, AT_MOUNT_DEV, AT_MOUNT_PTS, AT_MOUNT_VIEW, AT_PIVOT, AT_CGROUP_NS,
-    AT_SYSCTL, AT_HOSTNAME, AT_RLIMITS, AT_AFFINITY, AT_CAPABILITIES, AT_LANDLOCK, AT_EXEC,
+    AT_SYSCTL, AT_HOSTNAME, AT_RLIMITS, AT_AFFINITY, AT_CAPABILITIES, AT_LANDLOCK, AT_SOURCE, AT_EXEC,
     STAGES,
 };
 const char *stage_text(uint32_t stage);
@@ -114,6 +115,8 @@ void inside_prepare(void);
 
 /* Load the filter. 0 or -errno. */
 int filter_load(void);
+/* Load the second one, for code that may enter the cells of a function environment: no mounts, no namespaces, no internet sockets. */
+int filter_load_second(void);
 /* A NETLINK_NETFILTER socket, which the filter lets nobody else make; -1 and errno. */
 int filter_netfilter_socket(void);
 

@@ -18,7 +18,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,10 @@ from dsec.api.sandboxfusion import FusionConfig
 from dsec.api.serve import ApiServer
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.container.host import Host
+from dsec.backends.container.jails import ContainerJails
 from dsec.backends.container.native import probe_network
+from dsec.backends.fncall.pool import Jails
+from dsec.backends.fncall.service import FunctionService
 from dsec.builder.service import BuildService
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
@@ -260,9 +263,10 @@ async def open_edge(
     edge_config: EdgeConfig | None = None,
     keep: bool = True,
     on_host: Callable[[Host], None] = lambda host: None,
+    on_jails: Callable[[Jails], None] = lambda jails: None,
 ) -> AsyncIterator[Edge]:
     """The edge of this node, recovered and serving. `keep`: whether its sandboxes go on when the context ends; else
-    nothing of it is left. `on_host` is told what it stands on.
+    nothing of it is left. `on_host` is told what it stands on, `on_jails` what function calls run in.
 
     Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory,
     `InvalidRequest` where the operator's file about the network has a mistake.
@@ -276,8 +280,9 @@ async def open_edge(
         host = await asyncio.to_thread(open_host, config)
         on_host(host)
         clock = SystemClock()
+        backend = ContainerBackend(host, clock)
         edge = await Edge.open(
-            {"container": ContainerBackend(host, clock)},
+            {"container": backend},
             state,
             clock=clock,
             config=edge_config,
@@ -291,9 +296,12 @@ async def open_edge(
             ),
             key_policy=network.keys,
         )
+        jails = Jails(ContainerJails(backend, state.tenant), partial(_surroundings, host), clock)
+        on_jails(jails)
         try:
             yield edge
         finally:
+            await jails.close()
             await edge.close(keep=keep)
             if host.shared is not None:
                 await host.shared.store.close()
@@ -301,6 +309,11 @@ async def open_edge(
                 for line in Ledger(config.state / "host.json").undo_kind("zram"):
                     log.info("host: %s", line)
                 _remove_empty(config.run)
+
+
+def _surroundings(host: Host, name: str, project: str) -> tuple[Sequence[str], Mapping[str, str]]:
+    environment = host.environments.get(name, project)
+    return environment.layers, environment.env
 
 
 @asynccontextmanager
@@ -384,8 +397,9 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
     hosts: list[Host] = []
+    jails: list[Jails] = []
     async with (
-        open_edge(config, keep=keep, on_host=hosts.append) as edge,
+        open_edge(config, keep=keep, on_host=hosts.append, on_jails=jails.append) as edge,
         open_layers(config, edge, hosts[0]) as layers,
     ):
         layers.layers.clear_scratch()  # what builds that were killed left
@@ -413,6 +427,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             layers=layers,
             builder=builds,
             verifier=verifier,
+            functions=FunctionService(jails[0]),
             judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
             fusion=fusion,
         )

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from msgspec import Struct
 
 from dsec.spec.causes import Cause
+from dsec.spec.functions import FunctionBatch, FunctionResult
 from dsec.spec.operations import Chunk, Kind, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxSpec
 
@@ -338,6 +339,15 @@ class EnvironmentHost(Protocol):
     async def learn(self, spec: SandboxSpec, project: str) -> None:
         """Find out from the shared store what isn't known; what isn't there either `resolve` then misses. Raises
         `Unavailable`, `LayerCorrupt`."""
+        ...
+
+
+class FunctionHost(Protocol):
+    """Runs function calls. They have no state: nothing of one is left when its result is there, or nobody wants it."""
+
+    def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
+        """A result a call, its `value` as msgpack (`msgspec.Raw`). Closing it ends what still runs. Raises, before the
+        first result, `EnvironmentNotFound`, `InvalidRequest`, `Unsupported`, `CreateFailed`, `QuotaExceeded`."""
         ...
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,16 @@ from dsec import AsyncClient
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
 from dsec.api.serve import ApiServer
+from dsec.backends.fncall.pool import Jails
+from dsec.backends.fncall.service import FunctionService
 from dsec.builder.service import BuildService
+from dsec.edge.config import SystemClock
 from dsec.edge.node import Edge
+from dsec.errors import Unsupported
 from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
+from dsec.kernel.cgroups import Shape, Slot
 from dsec.store.environments import EnvironmentStore
 from dsec.store.service import LayerService
 
@@ -100,9 +106,29 @@ def unchunked(data: bytes) -> bytes:
     return b"".join(parts)
 
 
+class NoJails:
+    """A host that can't make jails for function calls (`JailHost`)."""
+
+    def native_part(self) -> int:
+        raise NotImplementedError
+
+    async def make(self, name: str, layers: Sequence[str], project: str, shape: Shape) -> socket.socket:
+        raise Unsupported("no function calls here")
+
+    async def destroy(self, name: str) -> None:
+        raise NotImplementedError
+
+    def take_slot(self, owner: str, project: str, shape: Shape) -> Slot:
+        raise NotImplementedError
+
+    def give_back(self, slot: Slot) -> None:
+        raise NotImplementedError
+
+
 def make_api(root: Path, edge: Any) -> Api:
     """The application with all its parts: layers are real, sandboxes are not."""
-    layers = LayerService(EnvironmentStore(root / "layers"))
+    environments = EnvironmentStore(root / "layers")
+    layers = LayerService(environments)
     for name in ("base", "other"):
         layers.environments.put(name, ())
 
@@ -120,6 +146,9 @@ def make_api(root: Path, edge: Any) -> Api:
             still=edge.still,
             lending=layers.environments.lending,
             scratch=layers.layers.scratch,
+        ),
+        functions=FunctionService(
+            Jails(NoJails(), lambda name, project: (environments.get(name, project).layers, {}), SystemClock())
         ),
         judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
     )

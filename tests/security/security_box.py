@@ -223,7 +223,7 @@ class Nursery:
         self.cgroups.prepare()
         self._undo.callback(self.cgroups.remove)
         self.socket = self.root / "zygote.sock"
-        self.wait(start_zygote(native / "zygote", native / "guest", self.socket, unit=name))
+        self.wait(start_zygote(native, self.socket, unit=name))
         self._undo.callback(lambda: self.wait(self._end_zygote()))
         self.client = ZygoteClient(on_exit=self.exited)
         self.zygote = self.wait(self.client.connect(self.socket))

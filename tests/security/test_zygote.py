@@ -219,9 +219,12 @@ def test_nonsense_ends_the_connection_only(own: Nursery) -> None:
 def test_one_zygote_a_socket(nursery: Nursery) -> None:
     native = build_native(nursery.root / "state")
     with pytest.raises(Unavailable, match="does another zygote serve there"):
-        nursery.wait(start_zygote(native / "zygote", native / "guest", nursery.socket, unit="dsec-test"))
-    with pytest.raises(Unavailable, match="guest program"):
-        nursery.wait(start_zygote(native / "zygote", "/nonexistent", nursery.root / "other.sock", unit="dsec-test"))
+        nursery.wait(start_zygote(native, nursery.socket, unit="dsec-test"))
+    alone = nursery.root / "alone"
+    alone.mkdir()
+    (alone / "zygote").symlink_to(native / "zygote")
+    with pytest.raises(Unavailable, match="a program for inside"):
+        nursery.wait(start_zygote(alone, nursery.root / "other.sock", unit="dsec-test"))
     assert nursery.make().attack("exit", 0).exit == 0
 
 

@@ -271,4 +271,4 @@ async def test_nobody_there(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="no zygote serves"):
         await ZygoteClient(on_exit=lambda *_: None).connect(tmp_path / "none")
     with pytest.raises(Unavailable, match="cannot be started"):
-        await start_zygote(tmp_path / "none", tmp_path / "guest", tmp_path / "socket", unit="dsec-test")
+        await start_zygote(tmp_path / "none", tmp_path / "socket", unit="dsec-test")

@@ -13,7 +13,20 @@ from urllib.parse import unquote
 
 from litestar import Litestar
 
-from dsec.api import batch, builds, control, exec, files, grading, openapi, seeing, sessions, streams, trajectory
+from dsec.api import (
+    batch,
+    builds,
+    control,
+    exec,
+    files,
+    functions,
+    grading,
+    openapi,
+    seeing,
+    sessions,
+    streams,
+    trajectory,
+)
 from dsec.api.control import EnvironmentInfo
 from dsec.api.e2b import E2b, E2bConfig
 from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Send
@@ -30,6 +43,7 @@ from dsec.edge.sessions import Sessions
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
+from dsec.ports import FunctionHost
 from dsec.store.service import LayerService
 
 _SANDBOXES = "/v1/sandboxes/"
@@ -51,6 +65,7 @@ class Api:
         verifier: Verifier | None = None,
         judge: Judge | None = None,
         fusion: FusionConfig | None = None,
+        functions: FunctionHost | None = None,
     ) -> None:
         self._edge = edge
         domain = None if e2b is None else e2b.domain
@@ -60,6 +75,7 @@ class Api:
         self._verifier = verifier
         self._judge = judge
         self._fusion = Fusion(edge, judge, fusion) if judge is not None else None
+        self._functions = functions
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
@@ -133,6 +149,9 @@ class Api:
                 return
             elif raw == "/v1/judge" and self._judge is not None:
                 await grading.judge(self._judge, x)
+                return
+            elif raw == "/v1/functions" and self._functions is not None:
+                await functions.call(self._functions, x)
                 return
             elif raw == "/v1/builds" and self._builds is not None:
                 await builds.build(self._builds, x)

@@ -20,6 +20,7 @@ from dsec.edge.kept import BatchItem
 from dsec.edge.observed import Readiness
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.functions import FunctionBatch, FunctionResult
 from dsec.spec.grading import Verdict, VerifySpec
 from dsec.spec.judging import JudgeLine, JudgeSpec
 from dsec.spec.sandbox import ExecSpec, FileInfo, Key, PtySize, SandboxInfo
@@ -158,6 +159,13 @@ CALLS = (
         summary="Judge a program by test cases; a line a case as it ends, the verdict last",
         takes=((JSON, JudgeSpec),),
         gives=(NDJSON, JudgeLine),
+    ),
+    Call(
+        method="post",
+        path="/v1/functions",
+        summary="Call a function many times; a result a line as they come. Takes msgpack too: docs/FUNCTIONS.md",
+        takes=((JSON, FunctionBatch),),
+        gives=(NDJSON, FunctionResult),
     ),
     Call(
         method="get",

@@ -164,9 +164,7 @@ class BareZygote:
         programs = await asyncio.to_thread(build_native, self._state)
         self._prepare()
         socket = self._work / "zygote.sock"
-        await start_zygote(
-            programs / "zygote", programs / "guest", socket, unit=f"{CGROUP}-zygote", net_pool=self._lanes * 2
-        )
+        await start_zygote(programs, socket, unit=f"{CGROUP}-zygote", net_pool=self._lanes * 2)
         await self._client.connect(socket)
 
     def _prepare(self) -> None:

@@ -134,7 +134,7 @@ class ContainerBackend:
                 raise Unavailable("the zygote was of another version")
         except (Unavailable, FileNotFoundError):
             self._fresh = True
-            await start_zygote(programs / "zygote", programs / "guest", path, unit=f"dsec-zygote-{self.host.run.name}")
+            await start_zygote(programs, path, unit=f"dsec-zygote-{self.host.run.name}")
             note.write_text(programs.name)
             state = await client.connect(path)
         self._zygote = client
@@ -262,6 +262,13 @@ class ContainerBackend:
             "hello": self._clock.monotonic() - answered,
         }
         return instance
+
+    async def spawn_cells(self, request: SpawnRequest) -> Spawned:
+        """A jail for function calls, which is no sandbox on any record; `destroy` ends it. Raises as `create`."""
+        await self._serving()
+        zygote = self._zygote_for("function calls")
+        self._exits[request.sandbox] = asyncio.get_running_loop().create_future()
+        return await self._spawn(zygote, request)
 
     async def _spawn(self, zygote: ZygoteClient, request: SpawnRequest) -> Spawned:
         try:

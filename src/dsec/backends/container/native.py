@@ -1,8 +1,9 @@
-"""Compiles zygote, guest and holder with the system's C compiler, once per version of their sources.
+"""Compiles zygote, guest, holder, cells and the native part of warm parents with the system's C compiler, once per
+version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder}`, where the digest covers the sources, the flags and the compiler.
-The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is pure Python and
-the client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder,cells,warm.so}`, where the digest covers the sources, the flags and
+the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is
+pure Python and the client needs no compiler.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import dsec
 from dsec.errors import Unsupported
 from dsec.kernel.host import Finding
 
+SHARED_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-nostdlib", "-Wall", "-Wextra")
+"""Of what is loaded into an environment's Python, whatever C library that has."""
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-static", "-fstack-protector-strong", "-Wall", "-Wextra")
-PROGRAMS = ("guest", "zygote", "holder")
+PROGRAMS = ("guest", "zygote", "holder", "cells")
+WARM = "warm.so"
 
 
 def source_dir() -> Path:
@@ -41,18 +45,20 @@ def build_native(state: Path) -> Path:
         raise Unsupported("no C compiler was found", remedy="Install one, on Debian: apt-get install gcc libc6-dev")
     source = source_dir()
     version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True).stdout
-    digest = hashlib.sha256(version + repr((compiler, FLAGS)).encode())
-    for path in sorted(p for part in ("common", *PROGRAMS) for p in (source / part).glob("*.[ch]")):
+    digest = hashlib.sha256(version + repr((compiler, FLAGS, SHARED_FLAGS)).encode())
+    for path in sorted(p for part in ("common", *PROGRAMS, "warm") for p in (source / part).glob("*.[ch]")):
         digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
     target = state / "native" / digest.hexdigest()[:16]
-    if all((target / name).exists() for name in PROGRAMS):
+    if all((target / name).exists() for name in (*PROGRAMS, WARM)):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         for name in PROGRAMS:
-            _compile(compiler, source, name, Path(temporary) / name)
+            files = [path for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
+            _compile([*compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}"], files, Path(temporary) / name)
+        _compile([_system_compiler(), *SHARED_FLAGS], [source / "warm" / "warm.c"], Path(temporary) / WARM)
         target.mkdir(exist_ok=True)
-        for name in PROGRAMS:
+        for name in (*PROGRAMS, WARM):
             (Path(temporary) / name).replace(target / name)
     return target
 
@@ -85,20 +91,21 @@ def probe_network() -> Finding:
 def _compiler() -> list[str]:
     """The command to compile with; empty where there is none. With musl where it is: its programs start in a tenth of
     the time (`guest/libc.h` says why). The kernel's headers, which musl doesn't bring, are the system's."""
-    system = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    musl = shutil.which("musl-gcc")
-    if system is None or musl is None:
+    system, musl = _system_compiler(), shutil.which("musl-gcc")
+    if not system or musl is None:
         return [system] if system else []
     done = subprocess.run([system, "-print-multiarch"], capture_output=True, text=True, check=False)
     return [musl, "-idirafter", "/usr/include", "-idirafter", f"/usr/include/{done.stdout.strip()}"]
 
 
-def _compile(compiler: list[str], source: Path, name: str, output: Path) -> None:
-    files = [str(path) for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
-    command = [*compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}", "-o", str(output), *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _system_compiler() -> str:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
+
+
+def _compile(command: list[str], files: list[Path], output: Path) -> None:
+    done = subprocess.run([*command, "-o", output, *files], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Unsupported(
-            f"compiling {name} failed: {done.stderr.strip()[-2000:]}",
+            f"compiling {output.name} failed: {done.stderr.strip()[-2000:]}",
             remedy="Install the C library's static version, on Debian: apt-get install gcc libc6-dev",
         )

@@ -42,6 +42,7 @@ from dsec.wire.frames import (
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
 NETWORK = 2  # SF_NETWORK
+CELLS = 4  # SF_CELLS
 _READS_AT_ONCE = 64
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # arithmetic on IntFlag is slow
 _RIGHTS_SPACE = socket.CMSG_SPACE(2 * array.array("i").itemsize)
@@ -73,6 +74,8 @@ class SpawnRequest(Struct, frozen=True, kw_only=True):
     no_new_privs: bool = False
     network: bool = False
     """It will be given a network: its net namespace is one of those that are prepared for it."""
+    cells: bool = False
+    """For function calls: in place of the guest the program that makes cells; the channel speaks its messages."""
 
     def encode(self) -> bytes:
         """The payload of a Z_SPAWN. Raises ValueError for more than a request can hold."""
@@ -94,6 +97,7 @@ class SpawnRequest(Struct, frozen=True, kw_only=True):
         fields += [field(Tag.CPUS, cpu) for cpu in self.cpus]
         fields.append(field(Tag.OOM_SCORE_ADJ, self.oom_score_adj))
         flags = (NO_NEW_PRIVS if self.no_new_privs else 0) | (NETWORK if self.network else 0)
+        flags |= CELLS if self.cells else 0
         fields.append(field(Tag.SPAWN_FLAGS, flags))
         return joined(fields)
 
@@ -122,15 +126,15 @@ class ZygoteState(Struct, frozen=True):
     """Sandbox id to pid and wait status, of those that ended and were not forgotten yet."""
 
 
-async def start_zygote(
-    binary: str | Path, guest: str | Path, socket_path: str | Path, *, unit: str, net_pool: int = 32
-) -> None:
-    """Start a zygote that outlives this process; returns when it listens on `socket_path`.
+async def start_zygote(programs: Path, socket_path: str | Path, *, unit: str, net_pool: int = 32) -> None:
+    """Start a zygote that outlives this process; returns when it listens on `socket_path`. `programs`: the directory
+    with it and what it executes inside.
 
     Where systemd runs the host it gets a scope of its own, named `unit`, so that a restart of our service doesn't take
     it (and every sandbox) down. Raises `Unavailable` with what the zygote said.
     """
-    argv = [str(binary), "--socket", str(socket_path), "--guest", str(guest), "--net-pool", str(net_pool)]
+    argv = [str(programs / "zygote"), "--socket", str(socket_path), "--net-pool", str(net_pool)]
+    argv += ["--guest", str(programs / "guest"), "--cells", str(programs / "cells")]
     if _SYSTEMD:
         argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
     # Not by asyncio: uvloop lets its end of a pipe into the child, and the zygote would hold it open for ever.

@@ -1,0 +1,175 @@
+/* The warm parent's native part: a shared object without a C library of its own, which any Python loads by ctypes. It does in C what a call
+ * costs in the parent and in a worker before its code runs, because there every object of Python's that is touched is a page to copy.
+ *
+ * It runs in the jail, in a process that may run anybody's code, so nothing outside relies on it. native/cells/cells.h has the messages.
+ */
+#include <linux/capability.h>
+#include <linux/poll.h>
+#include <linux/prctl.h>
+#include <linux/sched.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+
+#define NAMESPACES 4
+#define CALL_FDS 3
+#define FD_PARENT 3 /* in the parent; in a worker the call's socket */
+#define WORKERS 256
+
+enum { CELL_FORK = 129, CELL_FORKED = 193, CELL_ENDED = 67 };
+struct message {
+    uint32_t type, lane, turn;
+    int32_t value;
+};
+
+/* Of the process that loads this. */
+extern int fork(void);
+extern void PyOS_BeforeFork(void), PyOS_AfterFork_Parent(void), PyOS_AfterFork_Child(void);
+
+static long call(long number, long a, long b, long c, long d, long e) {
+#if defined(__x86_64__)
+    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e;
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8) : "rcx", "r11", "memory");
+    return result;
+#elif defined(__aarch64__)
+    register long x8 __asm__("x8") = number, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c, x3 __asm__("x3") = d,
+                  x4 __asm__("x4") = e;
+    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4) : "memory");
+    return x0;
+#else
+#error "dsec knows x86_64 and aarch64"
+#endif
+}
+
+struct iovec_ {
+    void *base;
+    size_t length;
+};
+struct packet { /* struct msghdr of the kernel */
+    void *name;
+    int name_length;
+    struct iovec_ *iov;
+    size_t iov_count;
+    void *control;
+    size_t control_length;
+    unsigned flags;
+};
+struct rights { /* struct cmsghdr and what it carries */
+    size_t length;
+    int level, type;
+    int fds[NAMESPACES + CALL_FDS + 1];
+};
+
+static struct {
+    int pid;
+    uint32_t lane, turn;
+} workers[WORKERS];
+static int signals = -1, own_pids = -1;
+
+static void say(uint32_t type, uint32_t lane, uint32_t turn, int32_t value) {
+    struct message message = {type, lane, turn, value};
+    call(SYS_write, FD_PARENT, (long)&message, sizeof message, 0, 0);
+}
+
+/* A landlock domain of its own: the cells of an environment have one net namespace, and with it one space of abstract sockets. Where the
+ * kernel has none that can do this, the filter lets nobody make such sockets. */
+static long alone(void) {
+    struct {
+        uint64_t fs, net, scoped;
+    } ruleset = {0, 0, 3 /* abstract sockets, signals */};
+    if (call(444 /* landlock_create_ruleset */, 0, 0, 1, 0, 0) < 6) return 0;
+    long fd = call(444, (long)&ruleset, sizeof ruleset, 0, 0, 0);
+    long bad = fd < 0 || call(446 /* landlock_restrict_self */, fd, 0, 0, 0, 0);
+    call(SYS_close, fd, 0, 0, 0, 0);
+    return bad;
+}
+
+static void limit(long resource, uint64_t value) {
+    const uint64_t both[2] = {value, value};
+    call(SYS_prlimit64, 0, resource, (long)both, 0, 0);
+}
+
+/* Into the cell, with the call's descriptors as 3, 1 and 2 and no other; then without any privilege. */
+static long join(const int *fds) {
+    static const int KINDS[] = {CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS};
+    const uint64_t no_signal = 0;
+    long bad = 0;
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
+    for (int i = 1; i < NAMESPACES; i++) bad |= call(SYS_setns, fds[i], KINDS[i], 0, 0, 0);
+    limit(7 /* RLIMIT_NOFILE */, 1024);
+    bad |= call(SYS_dup3, fds[NAMESPACES], FD_PARENT, 02000000 /* O_CLOEXEC */, 0, 0) < 0;
+    bad |= call(SYS_dup3, fds[NAMESPACES + 1], 1, 0, 0, 0) < 0;
+    bad |= call(SYS_dup3, fds[NAMESPACES + 2], 2, 0, 0, 0) < 0;
+    bad |= call(436 /* close_range */, FD_PARENT + 1, ~0u, 0, 0, 0);
+    bad |= call(SYS_prctl, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
+    bad |= call(SYS_capset, (long)&header, (long)none, 0, 0, 0);
+    bad |= call(SYS_setsid, 0, 0, 0, 0, 0) < 0;
+    bad |= alone();
+    bad |= call(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&no_signal, 0, sizeof no_signal, 0);
+    return bad;
+}
+
+static void reap(void) {
+    int status, pid;
+    while ((pid = (int)call(SYS_wait4, -1, (long)&status, 1 /* WNOHANG */, 0, 0)) > 0)
+        for (int i = 0; i < WORKERS; i++)
+            if (workers[i].pid == pid) {
+                workers[i].pid = 0;
+                say(CELL_ENDED, workers[i].lane, workers[i].turn, status);
+                break;
+            }
+}
+
+/* 1 in a worker, 0 in the parent. */
+static int fork_worker(const struct message *message, const int *fds) {
+    int pid = -1;
+    long bad = call(SYS_setns, fds[0], CLONE_NEWPID, 0, 0, 0);
+    if (!bad) {
+        PyOS_BeforeFork();
+        pid = fork();
+        if (pid == 0) {
+            if (join(fds)) call(SYS_exit_group, 71, 0, 0, 0, 0);
+            PyOS_AfterFork_Child();
+            return 1;
+        }
+        PyOS_AfterFork_Parent();
+    }
+    call(SYS_setns, own_pids, CLONE_NEWPID, 0, 0, 0);
+    for (int i = 0; i < WORKERS && pid > 0; i++)
+        if (!workers[i].pid) {
+            workers[i].pid = pid;
+            workers[i].lane = message->lane;
+            workers[i].turn = message->turn;
+            break;
+        }
+    say(CELL_FORKED, message->lane, message->turn, pid > 0 ? pid : bad ? (int)bad : -11 /* EAGAIN */);
+    return 0;
+}
+
+/* Serve the warden. Returns 1 in each worker, and 0 in the parent when the warden is gone. To be called with the interpreter's lock held. */
+int warm_serve(void) {
+    const uint64_t child = 1ull << (17 - 1); /* SIGCHLD */
+    call(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&child, 0, sizeof child, 0);
+    signals = (int)call(SYS_signalfd4, -1, (long)&child, sizeof child, 02004000 /* O_CLOEXEC, O_NONBLOCK */, 0);
+    own_pids = (int)call(SYS_openat, -100, (long)"/proc/self/ns/pid", 02000000, 0, 0);
+    for (;;) {
+        struct pollfd wait[2] = {{FD_PARENT, POLLIN, 0}, {signals, POLLIN, 0}};
+        call(SYS_ppoll, (long)wait, 2, 0, 0, 0);
+        if (wait[1].revents) {
+            char info[128];
+            while (call(SYS_read, signals, (long)info, sizeof info, 0, 0) > 0) {}
+            reap();
+        }
+        if (!wait[0].revents) continue;
+        struct message message;
+        struct rights rights;
+        struct iovec_ iov = {&message, sizeof message};
+        struct packet packet = {0, 0, &iov, 1, &rights, sizeof rights, 0};
+        if (call(SYS_recvmsg, FD_PARENT, (long)&packet, 0x40000000 /* MSG_CMSG_CLOEXEC */, 0, 0) != sizeof message) return 0;
+        if (message.type != CELL_FORK || rights.length != 16 + sizeof(int) * (NAMESPACES + CALL_FDS)) return 0;
+        if (fork_worker(&message, rights.fds)) return 1;
+        for (int i = 0; i < NAMESPACES + CALL_FDS; i++) call(SYS_close, rights.fds[i], 0, 0, 0, 0);
+    }
+}

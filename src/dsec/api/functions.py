@@ -1,0 +1,102 @@
+"""`POST /v1/functions`: calls of a function. Asked in msgpack, the answer is frames of u32 length and msgpack, a result
+each; asked in JSON, it is NDJSON. A client that goes away ends what still runs: calls have no state that anybody could
+come back to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+import msgspec
+
+from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange
+from dsec.errors import DsecError, InvalidRequest
+from dsec.ports import FunctionHost
+from dsec.spec.functions import FunctionBatch, FunctionError, FunctionResult
+
+MSGPACK = b"application/msgpack"
+MAX_JSON_VALUE = 1 << 20
+"""Of a result that is to be built here; as msgpack it is passed on as it is."""
+_JSON = msgspec.json.Decoder(FunctionBatch)
+_PACKED = msgspec.msgpack.Decoder(FunctionBatch)
+_json_encoder = msgspec.json.Encoder()
+_packer = msgspec.msgpack.Encoder()
+
+
+async def call(functions: FunctionHost, x: Exchange) -> None:
+    """POST /v1/functions"""
+    x.only("POST")
+    x.check_query()
+    principal = x.owner()
+    body = await x.body(MAX_BATCH_BYTES)
+    packed = x.content_type == MSGPACK
+    batch = _unpacked(body) if packed else x.decode(_JSON, body)
+    encode = _framed if packed else _line
+    results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch))
+    gone = asyncio.ensure_future(x.next_message())
+    async with aclosing(results):
+        try:
+            while True:
+                result = asyncio.ensure_future(anext(results))
+                await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not result.done():
+                    result.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, DsecError):
+                        await result
+                    raise ClientGone
+                try:
+                    told = result.result()
+                except StopAsyncIteration:
+                    break
+                if not x.began:
+                    await x.begin(200, b"application/vnd.dsec.results" if packed else b"application/x-ndjson")
+                await x.more(encode(told))
+        finally:
+            gone.cancel()
+    await x.finish()
+
+
+def _unpacked(body: bytes) -> FunctionBatch:
+    try:
+        return _PACKED.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body: {error}") from None
+
+
+def _framed(result: FunctionResult) -> bytes:
+    data = _packer.encode(result)
+    return struct.pack("<I", len(data)) + data
+
+
+def _line(result: FunctionResult) -> bytes:
+    if isinstance(result.value, msgspec.Raw):
+        result = _plain(result, bytes(result.value))
+    return _json_encoder.encode(result) + b"\n"
+
+
+def _plain(result: FunctionResult, packed: bytes) -> FunctionResult:
+    """With the value built, as JSON can say it."""
+    why = f"more than {MAX_JSON_VALUE} bytes"
+    if len(packed) <= MAX_JSON_VALUE:
+        try:
+            return msgspec.structs.replace(result, value=_sayable(msgspec.msgpack.decode(packed, strict=False)))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError, TypeError) as error:
+            why = str(error)
+    error_ = FunctionError(type="ResultRefused", message=f"the result can't be said in JSON: {why}; ask in msgpack")
+    return msgspec.structs.replace(result, ok=False, value=None, error=error_)
+
+
+def _sayable(value: Any) -> Any:
+    """Bytes become base64 by the encoder; what isn't a number to JSON becomes text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list):
+        return [_sayable(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _sayable(each) for key, each in value.items()}
+    return value

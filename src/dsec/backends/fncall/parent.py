@@ -1,0 +1,303 @@
+# type: ignore
+"""The warm parent: runs in a function environment's jail, in the environment's own Python, and forks a worker a call.
+
+It is given as text to `python3 -c`, so it imports nothing of ours and works from Python 3.8 on. What a call costs
+before its code runs is in C (native/warm), because every object that is touched here is a page to copy. Nothing outside
+believes it more than that a worker ended: whatever is imported here may be hostile. Invariants: a worker keeps no
+descriptor of the parent's but the three of its call, holds no capability, and begins with what was imported, not with
+what an earlier call left.
+"""
+
+import ctypes
+import gc
+import importlib
+import linecache
+import marshal
+import os
+import struct
+import sys
+import traceback
+import types
+
+PARENT, WARM, CALL = 3, 4, 3
+UP = 69
+MESSAGE = struct.Struct("<IIIi")
+MAX_TEXT = 60000
+MAX_DEPTH = 200
+OURS = sys._getframe().f_code.co_filename
+
+
+class Refused(Exception):
+    """What can't be sent back."""
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def head(out, size, small, small_most, codes):
+    """The head of something with a length: in the code, or behind it in one, two or four bytes."""
+    if size <= small_most:
+        out.append(small | size)
+    elif codes[0] and size < 256:
+        out += struct.pack(">BB", codes[0], size)
+    elif size < 65536:
+        out += struct.pack(">BH", codes[1], size)
+    elif size < 1 << 32:
+        out += struct.pack(">BI", codes[2], size)
+    else:
+        raise Refused("more than 4 GiB")
+
+
+def pack_int(value, out):
+    if 0 <= value < 128:
+        out.append(value)
+    elif -32 <= value < 0:
+        out.append(256 + value)
+    elif -(1 << 63) <= value < 1 << 63:
+        out += struct.pack(">Bq", 0xD3, value)
+    elif 0 <= value < 1 << 64:
+        out += struct.pack(">BQ", 0xCF, value)
+    else:
+        raise Refused("an int beyond 64 bits")
+
+
+def pack(value, out, limit, depth=0):
+    """msgpack of a value. Raises `Refused` for what is none, for cycles, and beyond `limit` bytes."""
+    if depth > MAX_DEPTH:
+        raise Refused(f"it is deeper than {MAX_DEPTH} levels, or holds itself")
+    kind = type(value)
+    if value is None:
+        out.append(0xC0)
+    elif kind is bool:
+        out.append(0xC3 if value else 0xC2)
+    elif kind is int:
+        pack_int(value, out)
+    elif kind is float:
+        out += struct.pack(">Bd", 0xCB, value)
+    elif kind is str:
+        if len(value) > limit:
+            raise Refused(f"more than {limit} bytes")
+        data = value.encode("utf-8", "replace")
+        head(out, len(data), 0xA0, 31, (0xD9, 0xDA, 0xDB))
+        out += data
+    elif kind in (bytes, bytearray, memoryview):
+        if len(value) > limit:
+            raise Refused(f"more than {limit} bytes")
+        data = bytes(value)
+        head(out, len(data), 0, -1, (0xC4, 0xC5, 0xC6))
+        out += data
+    elif kind in (list, tuple):
+        head(out, len(value), 0x90, 15, (0, 0xDC, 0xDD))
+        for each in value:
+            pack(each, out, limit, depth + 1)
+    elif kind is dict:
+        head(out, len(value), 0x80, 15, (0, 0xDE, 0xDF))
+        for key, each in value.items():
+            if type(key) not in (str, int):
+                raise Refused(f"a dict with a key of type {type(key).__name__}")
+            pack(key, out, limit, depth + 1)
+            pack(each, out, limit, depth + 1)
+    elif kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        if getattr(value, "nbytes", 0) > limit:
+            raise Refused(f"more than {limit} bytes")
+        pack(value.tolist(), out, limit, depth + 1)
+    else:
+        for plain in (int, float, str, bytes, list, dict, tuple):  # of a class of their own
+            if isinstance(value, plain):
+                pack(plain(value), out, limit, depth + 1)
+                break
+        else:
+            raise Refused(f"a value of type {kind.__module__}.{kind.__qualname__}")
+    if len(out) > limit:
+        raise Refused(f"more than {limit} bytes")
+
+
+# --- a worker -------------------------------------------------------------------------------------------------------
+
+
+def serve_call():
+    """Wait for the call, run it, answer it. Does not return."""
+    size = struct.unpack("<I", receive(4))[0]
+    call = marshal.loads(receive(size))
+    os.chdir("/tmp")
+    os.environ.update(call["env"])
+    for name, content in call["files"].items():
+        if os.path.dirname(name):
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+    if call["stdin"]:
+        stdin = os.memfd_create("stdin")
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(call["stdin"])
+        os.lseek(stdin, 0, os.SEEK_SET)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if call["name"] == "":
+        run_program(call["source"])
+    else:
+        answer = run_function(call)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):  # closed, or replaced by something else
+                pass
+        data = memoryview(struct.pack("<I", len(answer)) + answer)
+        while data:
+            data = data[os.write(CALL, data) :]
+    os._exit(0)
+
+
+def receive(size):
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(CALL, min(size - len(data), 1 << 20))
+        if not part:
+            os._exit(0)  # nobody wants anything
+        data += part
+    return data
+
+
+def run_function(call):
+    """The answer, packed."""
+    limit = call["limit"]
+    try:
+        value = find(call)(*call["args"], **call["kwargs"])
+        if isinstance(value, types.CoroutineType):
+            value = importlib.import_module("asyncio").run(value)
+        answer = bytearray()
+        pack({"value": value, "files": taken(call["take"])}, answer, limit)
+        return answer
+    except Refused as error:
+        return failure("ResultRefused", f"the result can't be sent back: {error}", "")
+    except BaseException as error:
+        return failure(type(error).__qualname__, text_of(error), traceback_of(error))
+
+
+def find(call):
+    source, name = call["source"], call["name"]
+    if source:
+        found = types.ModuleType("__function__")
+        sys.modules["__function__"] = found
+        file = f"<{name}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+        exec(compile(source, file, "exec"), found.__dict__)
+    else:
+        module, _, name = name.partition(":")
+        found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def failure(kind, message, trace):
+    answer = bytearray()
+    pack(
+        {"error": {"type": kind[:200], "message": message[:MAX_TEXT], "traceback": trace[-MAX_TEXT:]}}, answer, 1 << 20
+    )
+    return answer
+
+
+def text_of(error):
+    try:
+        return str(error)
+    except BaseException:
+        return "(its text can't be made)"
+
+
+def traceback_of(error):
+    """Without our own frames."""
+    try:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == OURS:
+            trace = trace.tb_next
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except BaseException:
+        return ""
+
+
+def taken(names):
+    files = {}
+    for name in names:
+        try:
+            with open(name, "rb") as file:
+                files[name] = file.read()
+        except OSError:
+            pass
+    return files
+
+
+def run_program(source):
+    """As `python3 main.py` would, up to its exit code. Does not return."""
+    main = types.ModuleType("__main__")
+    main.__file__ = "/tmp/main.py"
+    sys.modules["__main__"] = main
+    sys.argv = ["main.py"]
+    linecache.cache["main.py"] = (len(source), None, source.splitlines(True), "main.py")
+    code = 0
+    try:
+        exec(compile(source, "main.py", "exec"), main.__dict__)
+    except SystemExit as error:
+        code = exit_code(error)
+    except BaseException as error:
+        sys.stderr.write(traceback_of(error))
+        code = 1
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        importlib.import_module("atexit")._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code)
+
+
+def exit_code(error):
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 255
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------
+
+
+def import_all(names):
+    """Why it can't serve, or ""."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"import {name}: {traceback_of(error)[-8000:]}"
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            parts = line.split(None, 5)
+            if parts[1][1] == "w" and parts[1][3] == "s":
+                return f"an import maps memory that all calls would share: {parts[-1].strip()}"
+    return ""
+
+
+def main():
+    warm = ctypes.PyDLL(f"/proc/self/fd/{WARM}")
+    os.close(WARM)
+    ctypes.CDLL(None).prctl(15, b"dsec-warm", 0, 0, 0)
+    failed = import_all(sys.argv[1:])
+    gc.collect()
+    gc.freeze()
+    os.write(PARENT, MESSAGE.pack(UP, 0, 0, 0) + failed.encode("utf-8", "replace"))
+    if failed:
+        return
+    if warm.warm_serve():
+        try:
+            serve_call()
+        finally:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
