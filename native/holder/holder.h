@@ -16,7 +16,7 @@
 #define DSEC_HOLDER_H
 #include <stdint.h>
 
-#define HOLDER_VERSION 1
+#define HOLDER_VERSION 2
 
 enum holder_type {
     /* to the holder; each but FILL and DONE is answered with OK or FAILED */
@@ -29,9 +29,10 @@ enum holder_type {
     HOLDER_STOP = 7,   /* exit: only when nothing is mounted from the marked path */
     HOLDER_COMPLETE = 8, /* id; SCM_RIGHTS {data}: all of it is there, its reads raise no events from now on */
     HOLDER_IDLE = 9,   /* id: milliseconds since a read of it asked, in `token` */
+    HOLDER_REOPEN = 10, /* id; SCM_RIGHTS {data}: the opposite of COMPLETE; counts as a read of now (since version 2) */
 
     /* from it */
-    HOLDER_OK = 64,      /* STATS: token = reads answered without a filler, offset = by fillers, size = failed, count = waiting */
+    HOLDER_OK = 64,      /* STATS: token = reads answered without a filler, offset = by fillers, size = failed, count = waiting, chunk = HOLDER_VERSION */
     HOLDER_FAILED = 65,  /* error */
     HOLDER_REQUEST = 66, /* token, id, offset, count: fill this range, then DONE */
 };

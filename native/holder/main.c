@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "holder.h"
+#include "waits.h"
 
 #ifndef FAN_PRE_ACCESS
 #define FAN_PRE_ACCESS 0x00100000
@@ -25,16 +26,17 @@
 #ifndef FAN_MARK_IGNORE_SURV
 #define FAN_MARK_IGNORE_SURV (0x400 | FAN_MARK_IGNORED_SURV_MODIFY)
 #endif
+#ifndef FAN_MARK_IGNORE
+#define FAN_MARK_IGNORE 0x400
+#endif
 #define INFO_RANGE 6
 #define DENY_EIO ((uint32_t)EIO << 24 | FAN_DENY)
+#define SLOT_BITS 15
+_Static_assert(SLOTS == 1 << SLOT_BITS, "a token has the slot's number");
 #define GROUP_FD 3
 #define TABLE_FD 4
-#define SLOTS 4096
 #define CLIENTS 32
 #define BLOBS 4096
-#define BUCKETS 4096
-#define NOBODY (-1)
-#define TABLE_MAGIC 0x31444c4f48ull
 
 struct range_info {
     uint8_t type, pad;
@@ -43,23 +45,8 @@ struct range_info {
     uint64_t offset, count;
 };
 
-/* Room for one event with its range, and not for two: a read takes as many as fit. */
-#define EVENT_SIZE 64
 _Static_assert(sizeof(struct fanotify_event_metadata) + sizeof(struct range_info) <= EVENT_SIZE &&
                    2 * sizeof(struct fanotify_event_metadata) + 2 * sizeof(struct range_info) > EVENT_SIZE, "one event");
-
-/* A read that waits. `fd` < 0: the slot is free. */
-struct slot {
-    int32_t fd, filler;
-    uint64_t dev, ino, offset, count, deadline_ms, serial;
-};
-
-/* Shared with a successor. `arriving` holds an event from before the kernel hands it over until it is in a slot. */
-struct table {
-    uint64_t magic, serial;
-    uint8_t arriving[EVENT_SIZE] __attribute__((aligned(8)));
-    struct slot slots[SLOTS];
-};
 
 struct blob {
     bool used;
@@ -75,12 +62,11 @@ struct client {
     bool fills;
 };
 
-static struct table *table;
 static struct blob blobs[BLOBS];
 static int buckets[BUCKETS];
 static struct client clients[CLIENTS];
 static uint64_t deadline_ms, by_itself, by_filler, failed;
-static int waiting;
+static bool stuck; /* a filler's socket was full */
 
 static void die(const char *what) {
     fprintf(stderr, "holder: %s: %s\n", what, strerror(errno));
@@ -117,9 +103,8 @@ static void respond(int fd, uint32_t response) {
 static void finish(struct slot *s, int error) {
     int fd = s->fd;
     respond(fd, error ? ((uint32_t)error << 24 | FAN_DENY) : FAN_ALLOW);
-    __atomic_store_n(&s->fd, -1, __ATOMIC_RELEASE);
+    free_slot(s);
     close(fd);
-    waiting--;
     if (error) failed++;
     else by_filler++;
 }
@@ -136,6 +121,7 @@ static int choose(unsigned blob) {
     return n ? fillers[blob % (unsigned)n] : NOBODY;
 }
 
+/* Ask a filler for what a read in a row waits for, or let it go on. */
 static void dispatch(struct slot *s) {
     struct blob *b = find_blob(s->dev, s->ino);
     if (!b) return; /* after a restart it is told again */
@@ -146,21 +132,17 @@ static void dispatch(struct slot *s) {
     int to = choose((unsigned)(b - blobs));
     if (to == NOBODY) return;
     struct holder_message m = {
-        .type = HOLDER_REQUEST, .id = (uint32_t)(b - blobs), .token = s->serial << 12 | (uint64_t)(s - table->slots),
+        .type = HOLDER_REQUEST, .id = (uint32_t)(b - blobs), .token = s->serial << SLOT_BITS | (uint64_t)(s - table->slots),
         .offset = s->offset, .count = s->count, .size = b->size,
     };
-    if (send_message(clients[to].fd, &m)) s->filler = to;
-}
-
-static void dispatch_all(void) {
-    for (struct slot *s = table->slots; s < table->slots + SLOTS && waiting; s++)
-        if (s->fd >= 0 && s->filler == NOBODY) dispatch(s);
+    if (send_message(clients[to].fd, &m)) asked(s, to);
+    else stuck = true;
 }
 
 static void fail_late(void) {
     uint64_t now = now_ms();
-    for (struct slot *s = table->slots; s < table->slots + SLOTS; s++)
-        if (s->fd >= 0 && now >= s->deadline_ms) finish(s, EIO);
+    for (struct slot *s = table->slots; s < table->slots + highest; s++)
+        if (s->fd >= 0 && now >= s->deadline_ms) finish(s, EIO), stuck = true;
 }
 
 /* Put the event in `arriving` into a slot, or answer it. */
@@ -183,16 +165,17 @@ static void accept_event(bool lost) {
                 respond(fd, FAN_ALLOW);
                 by_itself++;
             } else {
-                struct slot *s = table->slots;
-                while (s->fd >= 0) s++; /* read_events left one free */
-                uint64_t now = now_ms();
-                *s = (struct slot){.fd = -1, .filler = NOBODY, .dev = st.st_dev, .ino = st.st_ino, .offset = range->offset,
-                                   .count = range->count, .deadline_ms = now + deadline_ms, .serial = ++table->serial};
-                __atomic_store_n(&s->fd, fd, __ATOMIC_RELEASE);
-                waiting++;
-                event->event_len = 0;
-                dispatch(s);
-                return;
+                struct slot *s = new_slot(event->pid);
+                if (s) {
+                    *s = (struct slot){.fd = -1, .filler = NOBODY, .dev = st.st_dev, .ino = st.st_ino, .offset = range->offset,
+                                       .count = range->count, .deadline_ms = now_ms() + deadline_ms, .serial = ++table->serial};
+                    __atomic_store_n(&s->fd, fd, __ATOMIC_RELEASE);
+                    event->event_len = 0;
+                    advance(s, dispatch);
+                    return;
+                }
+                respond(fd, DENY_EIO);
+                failed++;
             }
         }
     }
@@ -205,7 +188,7 @@ static void read_events(void) {
     for (int i = 0; i < 256 && waiting < SLOTS; i++) {
         ssize_t got = read(GROUP_FD, table->arriving, sizeof table->arriving);
         if (got <= 0) {
-            if (got < 0 && errno != EAGAIN && errno != EINTR) die("read from the group");
+            if (got < 0 && errno != EAGAIN && errno != EINTR && errno != EMFILE && errno != ENFILE) die("read from the group");
             return;
         }
         accept_event(false);
@@ -235,18 +218,21 @@ static int add_blob(const struct holder_message *m, int bitmap) {
     return 0;
 }
 
-/* Everything is there: its reads need not ask any more. */
-static int complete_blob(const struct holder_message *m, int data) {
+/* Its reads need not ask any more (FAN_MARK_ADD), or must again (FAN_MARK_REMOVE). */
+static int ignore_blob(const struct holder_message *m, int data, unsigned what) {
     char path[32];
     if (m->id >= BLOBS || !blobs[m->id].used || data < 0) return EINVAL;
     snprintf(path, sizeof path, "/proc/self/fd/%d", data);
-    return fanotify_mark(GROUP_FD, FAN_MARK_ADD | FAN_MARK_IGNORE_SURV, FAN_PRE_ACCESS, AT_FDCWD, path) < 0 ? errno : 0;
+    unsigned how = what == FAN_MARK_ADD ? FAN_MARK_IGNORE_SURV : FAN_MARK_IGNORE;
+    if (fanotify_mark(GROUP_FD, what | how, FAN_PRE_ACCESS, AT_FDCWD, path) < 0 && (what == FAN_MARK_ADD || errno != ENOENT)) return errno;
+    blobs[m->id].last_ms = now_ms();
+    return 0;
 }
 
 static int remove_blob(uint32_t id) {
     if (id >= BLOBS || !blobs[id].used) return ENOENT;
-    for (struct slot *s = table->slots; s < table->slots + SLOTS; s++)
-        if (s->fd >= 0 && s->dev == blobs[id].dev && s->ino == blobs[id].ino) finish(s, EIO);
+    for (struct slot *s = table->slots; s < table->slots + highest; s++)
+        if (s->fd >= 0 && s->dev == blobs[id].dev && s->ino == blobs[id].ino) finish(s, EIO), stuck = true;
     forget_blob(&blobs[id]);
     return 0;
 }
@@ -254,8 +240,9 @@ static int remove_blob(uint32_t id) {
 static void drop_client(int i) {
     close(clients[i].fd);
     clients[i] = (struct client){.fd = -1};
-    for (struct slot *s = table->slots; s < table->slots + SLOTS; s++)
-        if (s->filler == i) s->filler = NOBODY;
+    for (struct slot *s = table->slots; s < table->slots + highest; s++)
+        if (s->fd >= 0 && s->filler == i) not_asked(s);
+    stuck = waiting; /* others are asked now */
 }
 
 static void answer(int i, int error) {
@@ -276,8 +263,9 @@ static void give(int i) {
 
 static void done(const struct holder_message *m) {
     struct slot *s = &table->slots[m->token & (SLOTS - 1)];
-    if (s->fd < 0 || s->serial != m->token >> 12) return; /* it was too late */
+    if (s->fd < 0 || s->serial != m->token >> SLOT_BITS) return; /* it was too late */
     finish(s, m->error == 0 || m->error == ENOSPC || m->error == EDQUOT ? m->error : EIO); /* what the kernel takes */
+    advance(s, dispatch); /* the next of that reader's */
 }
 
 static void serve_client(int i) {
@@ -297,19 +285,24 @@ static void serve_client(int i) {
             return;
         }
         switch (m.type) {
-        case HOLDER_ADD: answer(i, add_blob(&m, passed)); break;
-        case HOLDER_COMPLETE: answer(i, complete_blob(&m, passed)); break;
+        case HOLDER_ADD:
+            answer(i, add_blob(&m, passed));
+            stuck = true; /* reads may wait for it */
+            break;
+        case HOLDER_COMPLETE: answer(i, ignore_blob(&m, passed, FAN_MARK_ADD)); break;
+        case HOLDER_REOPEN: answer(i, ignore_blob(&m, passed, FAN_MARK_REMOVE)); break;
         case HOLDER_IDLE: {
             struct holder_message s = {.type = HOLDER_OK, .token = m.id < BLOBS && blobs[m.id].used ? now_ms() - blobs[m.id].last_ms : 0};
             if (!send_message(clients[i].fd, &s)) drop_client(i);
             break;
         }
         case HOLDER_REMOVE: answer(i, remove_blob(m.id)); break;
-        case HOLDER_FILL: clients[i].fills = true; break;
+        case HOLDER_FILL: clients[i].fills = stuck = true; break;
         case HOLDER_DONE: done(&m); break;
         case HOLDER_TAKE: give(i); break;
         case HOLDER_STATS: {
-            struct holder_message s = {.type = HOLDER_OK, .token = by_itself, .offset = by_filler, .size = failed, .count = (uint64_t)waiting};
+            struct holder_message s = {.type = HOLDER_OK, .token = by_itself, .offset = by_filler, .size = failed, .count = (uint64_t)waiting,
+                                       .chunk = HOLDER_VERSION};
             if (!send_message(clients[i].fd, &s)) drop_client(i);
             break;
         }
@@ -330,20 +323,13 @@ static void place(int group, int table_fd) {
 static void open_table(bool inherited, int group, int table_fd) {
     if (!inherited) {
         table_fd = memfd_create("dsec-holder", MFD_CLOEXEC);
-        if (table_fd < 0 || ftruncate(table_fd, sizeof *table) < 0) die("table");
-        group = fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS,
+        group = fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS | FAN_REPORT_TID,
                               O_RDONLY | O_LARGEFILE | O_CLOEXEC | O_NOATIME);
         if (group < 0) die("fanotify_init");
     }
     place(group, table_fd);
-    table = mmap(NULL, sizeof *table, PROT_READ | PROT_WRITE, MAP_SHARED, TABLE_FD, 0);
-    if (table == MAP_FAILED) die("table");
-    if (!inherited) {
-        for (struct slot *s = table->slots; s < table->slots + SLOTS; s++) s->fd = -1, s->filler = NOBODY;
-        table->magic = TABLE_MAGIC;
-        return;
-    }
-    if (table->magic != TABLE_MAGIC) die("the table that was handed over is another version's");
+    if (!open_waits(TABLE_FD, !inherited)) die(errno ? "table" : "the table that was handed over is another version's");
+    if (!inherited) return;
     /* Occupy the numbers first: a new event must not get the name of one that waits. */
     int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
     uint64_t now = now_ms();
@@ -351,8 +337,8 @@ static void open_table(bool inherited, int group, int table_fd) {
         if (s->fd >= 0) {
             if (null < 0 || (s->fd != null && dup3(null, s->fd, O_CLOEXEC) < 0)) die("descriptors of waiting reads");
             if (s->fd == null) null = dup(null);
-            s->filler = NOBODY, s->deadline_ms = now + deadline_ms;
-            waiting++;
+            s->deadline_ms = now + deadline_ms;
+            adopt_slot(s);
             struct fanotify_event_metadata *event = (void *)table->arriving;
             if (event->event_len && event->fd == s->fd) event->event_len = 0; /* it got into its slot just before the end */
         }
@@ -395,6 +381,8 @@ int main(int argc, char **argv) {
     deadline_ms = strtoull(argv[3], NULL, 10);
     signal(SIGPIPE, SIG_IGN);
     be_prompt();
+    struct rlimit files = {2 * SLOTS, 2 * SLOTS}; /* each read that waits has one */
+    if (setrlimit(RLIMIT_NOFILE, &files) < 0) perror("holder: descriptors");
     for (int i = 0; i < CLIENTS; i++) clients[i].fd = -1;
     for (int i = 0; i < BUCKETS; i++) buckets[i] = -1;
     open_table(argc == 6, argc == 6 ? atoi(argv[4]) : -1, argc == 6 ? atoi(argv[5]) : -1);
@@ -409,7 +397,7 @@ int main(int argc, char **argv) {
             if (polled[i + 2].revents) serve_client(i);
         if (polled[1].revents) read_events();
         if (polled[0].revents) accept_client(listener);
-        if (waiting) dispatch_all();
+        if (stuck) stuck = false, advance_all(dispatch);
         uint64_t now = now_ms();
         if (waiting && now - checked >= 100) fail_late(), checked = now;
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,18 +86,55 @@ def test_no_byte_is_wrong_while_layers_are_emptied_under_their_readers(tmp_path:
         assert sum(each["fetched_bytes"] for each in status) > 10 * MIB  # some of it twice: it had been emptied
 
 
-def test_a_complete_layer_that_a_new_filler_finds_is_not_emptied(tmp_path: Path) -> None:
+def test_a_complete_layer_that_is_mounted_asks_again_when_room_is_needed(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=1.0) as made:
+        layer, digests = published(made, 1, SIZES)
+        top = made.mount(layer)
+        assert "ok" in made.call("complete", layer)
+        again = made.mount(layer)  # while it is complete
+        with ThreadPoolExecutor(2) as pool:  # nothing is taken away while it is read
+            for _ in range(15):
+                made.forget_pages(top)
+                assert list(pool.map(lambda at: digest(at / "f3"), (top, again))) == [digests["f3"]] * 2
+                time.sleep(0.2)
+        until(lambda: blocks(made, layer) == 0)
+        for at in (top, again):
+            made.forget_pages(at)
+            assert {name: digest(at / name) for name in digests} == digests
+
+
+def test_a_complete_layer_of_an_older_version_is_not_emptied(tmp_path: Path) -> None:
+    """It may be mounted where its reads can't ask, also after the filler that knew that is gone."""
     with node(tmp_path, most_bytes=MIB, idle_s=0.4) as made:
         layer, digests = published(made, 1, SIZES)
         made.call("attach", layer)
         assert "ok" in made.call("complete", layer)
+        (made.cache / layer / "asks").unlink()
         made.stop_filler()
         made.start_filler()
         answer = made.call("attach", layer)["ok"]
         assert answer["complete"]  # type: ignore[index]
-        time.sleep(3)  # several looks at what to evict
         top = made.mount(layer, marked=False)
+        time.sleep(3)  # several looks at what to evict
+        made.forget_pages(top)
         assert {name: digest(top / name) for name in digests} == digests
+
+
+def test_what_a_dead_filler_left_counts_and_goes_when_nothing_mounts_it(tmp_path: Path) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=0.4) as made:
+        layer, _ = published(made, 1, SIZES)
+        made.call("attach", layer)
+        made.kill_filler()
+        made.start_filler()
+        made.call("release", layer)
+        time.sleep(1)
+        assert (made.cache / layer).exists()  # it is small: the bound is for data
+        made.call("attach", layer)
+        assert "ok" in made.call("complete", layer)
+        made.kill_filler()
+        made.start_filler()
+        made.call("release", layer)
+        until(lambda: not (made.cache / layer).exists())
 
 
 def test_a_full_disk_is_an_error_and_nothing_wrong_stays(tmp_path: Path) -> None:

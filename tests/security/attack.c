@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stddef.h>
@@ -170,6 +171,32 @@ static int do_terminals(char **argv) {
     return 0;
 }
 
+static const char *wanted;
+static int unread;
+
+static void *read_page(void *number) {
+    char page[4096];
+    int fd = open(wanted, O_RDONLY);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+    if (pread(fd, page, sizeof page, (off_t)(intptr_t)number * (off_t)sizeof page) < 0) __atomic_add_fetch(&unread, 1, __ATOMIC_RELAXED);
+    close(fd);
+    return NULL;
+}
+
+/* PATH N: each page of a file in a thread of its own; prints how many could not be read. */
+static int do_pages(char **argv) {
+    int count = atoi(argv[1]), made = 0;
+    pthread_t *threads = calloc((size_t)count, sizeof *threads);
+    pthread_attr_t small;
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, 32 << 10);
+    wanted = argv[0];
+    while (made < count && !pthread_create(&threads[made], &small, read_page, (void *)(intptr_t)made)) made++;
+    for (int i = 0; i < made; i++) pthread_join(threads[i], NULL);
+    printf("%d of %d\n", unread, made);
+    return 0;
+}
+
 /* Create processes until that fails; they live until the parent ends. Prints how many and why it stopped. */
 static int do_forks(char **argv) {
     int count = 0, most = atoi(argv[0]), gate[2];
@@ -323,6 +350,7 @@ int main(int argc, char **argv) {
     if (!strcmp(command, "walk") && argc == 3) return do_walk(rest);
     if (!strcmp(command, "cat") && argc == 3) return do_cat(rest);
     if (!strcmp(command, "put") && argc == 4) return do_put(rest);
+    if (!strcmp(command, "pages") && argc == 4) return do_pages(rest);
     if (!strcmp(command, "forks") && argc == 3) return do_forks(rest);
     if (!strcmp(command, "bomb")) do_bomb();
     if (!strcmp(command, "eat") && argc == 3) return do_eat(rest);

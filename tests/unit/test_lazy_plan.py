@@ -105,7 +105,7 @@ def test_the_bitmap_says_of_each_block_what_was_noted_of_its_chunk(sizes: list[i
             blocks = range(begins[index] // BLOCK, (begins[index] + size) // BLOCK)
             assert {bits[block >> 3] >> (block & 7) & 1 for block in blocks} == {int(index in noted)}
         assert sum(byte.bit_count() for byte in bits) == sum(sizes[index] for index in noted) // BLOCK
-        assert cached.filled_bytes() == sum(sizes[index] for index in noted)
+        assert cached.filled_bytes == sum(sizes[index] for index in noted)
         assert cached.missing == len(sizes) - len(noted)
         cached.close()
         again = CachedLayer(cached.root, cached.layer)

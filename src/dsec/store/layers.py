@@ -129,14 +129,20 @@ class LayerStore:
         self._scratch = state_dir / "store" / "tmp"
         self._lazy: dict[str, LayerFiles] = {}
         self._looped: set[str] = set()
+        self._filling: set[str] = set()
         self.root.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
 
-    def attach(self, digest: str, files: LayerFiles, *, loops: bool) -> None:
+    def attach(self, digest: str, files: LayerFiles, *, loops: bool, complete: bool = False) -> None:
         """From now on a layer that isn't here whole is where its data comes when it is read (`store.lazy`). `loops`:
-        loop devices may stand in for its files."""
+        loop devices may stand in for its files. `complete`: all of it is there by now."""
         self._lazy[digest] = files
         (self._looped.add if loops else self._looped.discard)(digest)
+        (self._filling.discard if complete else self._filling.add)(digest)
+
+    def detach(self, digest: str) -> None:
+        """The opposite of `attach`: such a layer is unknown again. Idempotent."""
+        self._lazy.pop(digest, None)
 
     def may_loop(self, digest: str) -> bool:
         """Whether a layer may be mounted by loop devices."""
@@ -145,6 +151,10 @@ class LayerStore:
     def is_lazy(self, digest: str) -> bool:
         """Whether its data comes when it is read."""
         return digest in self._lazy and not self.has(digest)
+
+    def is_filling(self, digest: str) -> bool:
+        """Whether it is lazy and was not complete when it was attached."""
+        return self.is_lazy(digest) and digest in self._filling
 
     def has(self, digest: str) -> bool:
         return DIGEST.fullmatch(digest) is not None and (self.root / digest).exists()
@@ -352,7 +362,7 @@ class LayerMounts:
             plain = self.root / digest / "0"
             if plain not in self._mounted:
                 image, data = self._store.files(digest)
-                lazy = self._store.is_lazy(digest)
+                lazy = self._store.is_filling(digest)
                 plain.mkdir(parents=True, exist_ok=True)
                 mount_layer(LayerFiles(image, data), plain, lazy=lazy, loops=self._store.may_loop(digest))
                 self._mounted.add(plain)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 N = TypeVar("N", Environment, LayerName)
 FRESH_S = 10.0
 """A name of another node's is looked for anew after so long."""
+UNUSED_S = 600.0
+"""A layer filled on demand on which no sandbox stands stays mounted for so long."""
 _LONGEST = 200
 
 
@@ -67,6 +69,10 @@ class RemoteCatalog:
         """When a name was looked for last, by kind, name and project."""
         self._published: dict[str, bytes] = {}
         self._publishing = asyncio.Lock()
+        self._touched: dict[str, float] = {}
+        """When a layer filled on demand was asked for last."""
+        self._changing: dict[str, asyncio.Lock] = {}
+        """Held for a layer while it is attached or let go."""
 
     async def open(self) -> None:
         """Hold on to the layers that are mounted already. Raises `Unavailable`."""
@@ -134,6 +140,8 @@ class RemoteCatalog:
         try:
             for layer in self._environments.resolve(spec, project).layers:
                 self._environments.layers.files(layer)
+                if layer in self._touched:
+                    self._touched[layer] = now
         except (NotFound, EnvironmentNotFound):
             return False
         return True
@@ -204,10 +212,39 @@ class RemoteCatalog:
     async def _attach_all(self, layers: Iterable[str]) -> None:
         """Have layers that aren't on this node filled on demand, those that the store has."""
         own = self._environments.layers
-        missing = [layer for layer in layers if not own.has(layer) and not own.is_lazy(layer)]
+        missing = []
+        for layer in layers:
+            if own.is_lazy(layer):
+                self._touched[layer] = self._clock.monotonic()
+            elif not own.has(layer):
+                missing.append(layer)
         if missing:
             await self._use(missing)
-            await asyncio.gather(*(self._attach(layer) for layer in missing))
+            await asyncio.gather(*(self._attach_one(layer) for layer in missing))
+
+    async def let_go(self, used: set[str], unmount: Callable[[str], None]) -> None:
+        """Unmount the layers filled on demand that no sandbox stands on (`used` are those), and that nobody has asked
+        for in a while: then the cache may drop them. `unmount` blocks. Raises `Unavailable`."""
+        if self._lazy is None:
+            return
+        held = set(self._used)
+        for layer in self._lazy.attached() - used:
+            async with self._changing.setdefault(layer, asyncio.Lock()):
+                now = self._clock.monotonic()
+                if now - self._touched.setdefault(layer, now) < UNUSED_S:
+                    continue
+                self._environments.layers.detach(layer)  # who wants it now attaches it again, after this
+                await asyncio.to_thread(unmount, layer)
+                await self._lazy.release(layer)
+                del self._touched[layer]
+                self._used.discard(layer)
+        if held != self._used:
+            await self._shared.leases.use(self._node, self._used)
+
+    async def _attach_one(self, layer: str) -> None:
+        async with self._changing.setdefault(layer, asyncio.Lock()):
+            self._touched[layer] = self._clock.monotonic()
+            await self._attach(layer)
 
     async def _attach(self, layer: str) -> None:
         try:
@@ -217,4 +254,5 @@ class RemoteCatalog:
             files = await self._lazy.attach(layer)
         except NotFound:
             return
-        self._environments.layers.attach(layer, LayerFiles(files.image, files.data), loops=not files.events)
+        found = LayerFiles(files.image, files.data)
+        self._environments.layers.attach(layer, found, loops=not files.events, complete=files.complete)

@@ -362,8 +362,10 @@ class LayerService:
         """Say in the store, over and over, which layers this node needs. Ends when it is cancelled."""
         while self.shared is not None:
             try:
-                used = self._used() or set()
-                await self.shared.leases.use(node, self.environments.visible_layers(None) | used)
+                used = self._used()
+                await self.shared.leases.use(node, self.environments.visible_layers(None) | (used or set()))
+                if self._remote is not None and used is not None:
+                    await self._remote.let_go(used, self._release)
             except Unavailable as error:
                 log.warning("the store doesn't know which layers this node uses: %s", error)
             await clock.sleep(RENEW_S)

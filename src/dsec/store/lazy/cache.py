@@ -8,6 +8,8 @@ On disk, below the cache's root:
             data            sparse; as large as the layer's data
             filled          a bit for each 4 KiB of data, mapped shared with the holder: set when the data is written
             synced          a copy of `filled` whose data is on disk, and the boot in which it is not needed
+            asks            empty: whatever is mounted of it raises events, complete or not (layers of older versions
+                            were mounted apart when they were complete)
 
 A directory appears by a rename, with all of its files. After a power loss `filled` may promise data that never reached
 the disk: what is opened in another boot than it was used in goes back to `synced`.
@@ -60,6 +62,8 @@ class CachedLayer:
         if any(bytes(self._bits)):
             self.have[:] = bytes(self._is_filled(chunk) for chunk in self.chunks)
         self.missing = self.have.count(0)
+        self.filled_bytes = sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
+        """How much of the data is here."""
         self.dirty = False
         """Filled something since the last `sync`."""
         self._syncing = threading.Lock()
@@ -70,6 +74,11 @@ class CachedLayer:
         self._bits.close()
         os.close(data)
         os.close(bitmap)
+
+    @property
+    def asks(self) -> bool:
+        """Whether what was mounted of it when it was complete can still be made to ask."""
+        return (self.root / "asks").exists()
 
     @property
     def metadata_path(self) -> Path:
@@ -95,12 +104,9 @@ class CachedLayer:
             if not self.have[index]:
                 self.have[index] = 1
                 self.missing -= 1
+                self.filled_bytes += self.chunks[index].size
                 self._set(self.chunks[index])
         self.dirty = True
-
-    def filled_bytes(self) -> int:
-        """How much of the data is here."""
-        return sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
 
     def sync(self) -> None:
         """Bring what is filled to the disk, so that it is good after a power loss too. Blocks. Raises OSError: a full
@@ -124,6 +130,7 @@ class CachedLayer:
         self._bits[:] = bytes(len(self._bits))
         self.have[:] = bytes(len(self.have))
         self.missing = len(self.have)
+        self.filled_bytes = 0
 
     def forget_synced(self) -> None:
         """Take back what the disk promises. Blocks."""
@@ -192,7 +199,12 @@ class LazyCache:
         bits = max(1, -(-size // (8 * BLOCK)))
         # Promises of nothing need no disk: what is lost of them promises nothing, too.
         synced = boot_id() + bytes(bits)
-        for name, data in (("manifest.json", manifest), ("placement.json", placement), ("synced", synced)):
+        for name, data in (
+            ("manifest.json", manifest),
+            ("placement.json", placement),
+            ("synced", synced),
+            ("asks", b""),
+        ):
             (scratch / name).write_bytes(data)
         for name, length in (("data", size), ("filled", bits)):
             with open(scratch / name, "wb") as file:

@@ -145,7 +145,7 @@ class Filler:
                 served = await self._again(layer)
             served.users = True
             if not served.cached.missing:
-                self._finish(served)  # it is mounted where reads don't ask: it must not be emptied
+                self._finish(served)
         cached = served.cached
         return {
             "metadata_bytes": cached.manifest.metadata_bytes,
@@ -221,8 +221,8 @@ class Filler:
 
     async def release(self, layer: str) -> None:
         """As in the table above."""
-        served = self._served.get(layer)
-        if served is not None:
+        if self.cache.path(layer).exists():
+            served = self._serve(layer)
             served.users = False
             await self._save_trace(served)
 
@@ -240,7 +240,7 @@ class Filler:
         layers = {
             layer: {
                 "bytes": served.cached.manifest.data_bytes,
-                "filled_bytes": served.cached.filled_bytes(),
+                "filled_bytes": served.cached.filled_bytes,
                 "fetched_bytes": self.fetcher.fetched_bytes[layer],
                 "failures": self.failures[layer],
             }
@@ -294,6 +294,10 @@ class Filler:
 
     async def keep(self) -> None:
         """Sync, save traces, evict, for ever."""
+        for layer in list(self.cache.layers()):  # those of a predecessor count too
+            with contextlib.suppress(OSError, DsecError):
+                self._serve(layer)
+            await asyncio.sleep(0)
         while True:
             await self._clock.sleep(self._keep_every_s)
             for served in list(self._served.values()):
@@ -312,22 +316,24 @@ class Filler:
             log.warning("layer %s can't be brought to disk: %s", served.cached.layer, error)
 
     async def evict(self) -> None:
-        """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that no
-        read has asked for in a minute; the longest unread first."""
-        sizes = {layer: served.cached.filled_bytes() for layer, served in self._served.items()}
+        """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that nobody
+        has read for a minute; the longest unread first."""
+        sizes = {layer: served.cached.filled_bytes for layer, served in self._served.items()}
         over = sum(sizes.values()) - self._most_bytes
         ages = {layer: self._questions.idle_s(served.number) for layer, served in self._served.items()}
         for layer in sorted(sizes, key=lambda layer: (self._served[layer].users, -ages[layer])):
-            if over <= 0:
-                return
             served = self._served[layer]
-            if not served.users:
-                if self.fetcher.busy(layer):
-                    continue
-                self._drop(layer)
-            elif ages[layer] < self._idle_s or served.told_complete or not await self._empty(served):
-                continue
-            over -= sizes[layer]
+            if over <= 0:
+                if not served.cached.missing:
+                    self._finish(served)
+            elif not served.users:
+                if not self.fetcher.busy(layer):
+                    self._drop(layer)
+                    over -= sizes[layer]
+            elif served.told_complete:  # who reads it isn't known: from now on it is, and it goes when nobody did
+                served.told_complete = not self._questions.reopen(served.number, served.cached)
+            elif ages[layer] >= self._idle_s and await self._empty(served):
+                over -= sizes[layer]
 
     def _drop(self, layer: str) -> None:
         served = self._served.pop(layer)

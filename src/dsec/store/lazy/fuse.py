@@ -133,6 +133,10 @@ class FuseFiles:
     def complete(self, number: int, cached: CachedLayer) -> None:
         """Its reads come here as before."""
 
+    def reopen(self, number: int, cached: CachedLayer) -> bool:
+        """It may be mounted without this file system, because it was complete."""
+        return False
+
     def idle_s(self, number: int) -> float:
         return time.monotonic() - self._used.get(number, 0.0)
 

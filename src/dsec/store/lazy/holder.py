@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from dsec.errors import Unavailable
 
-ADD, REMOVE, FILL, DONE, TAKE, STATS, STOP, COMPLETE, IDLE = range(1, 10)
+ADD, REMOVE, FILL, DONE, TAKE, STATS, STOP, COMPLETE, IDLE, REOPEN = range(1, 11)
 OK, FAILED, REQUEST = 64, 65, 66
 MESSAGE = struct.Struct("=II6QIi")
 """type, id, token, dev, ino, offset, count, size, chunk, error."""
 BLOBS = 4096
 """How many a holder knows at once."""
+_REOPENS = 2
+"""The first version that knows `REOPEN`."""
 _TIMEOUT_S = 10.0
 
 
@@ -80,6 +82,13 @@ class HolderClient:
     def complete(self, blob: int, data: int) -> None:
         """All of it is there: reads of it ask no more. `data`: its descriptor."""
         self._call(COMPLETE, blob=blob, descriptors=[data])
+
+    def reopen(self, blob: int, data: int) -> bool:
+        """Reads of it ask again, which counts as one of now. False: this holder is older and can't."""
+        if self._call(STATS)[8] < _REOPENS:
+            return False
+        self._call(REOPEN, blob=blob, descriptors=[data])
+        return True
 
     def idle_s(self, blob: int) -> float:
         """How long ago a read of it asked."""

@@ -41,6 +41,10 @@ class Questions(Protocol):
         """All of it is there."""
         ...
 
+    def reopen(self, number: int, cached: CachedLayer) -> bool:
+        """Some of what is there will be taken away: its reads ask again. False where that can't be."""
+        ...
+
     def idle_s(self, number: int) -> float:
         """How long ago a read of it asked."""
         ...
@@ -82,6 +86,9 @@ class Events:
 
     def complete(self, number: int, cached: CachedLayer) -> None:
         self._client.complete(number, cached.data)
+
+    def reopen(self, number: int, cached: CachedLayer) -> bool:
+        return cached.asks and self._client.reopen(number, cached.data)
 
     def idle_s(self, number: int) -> float:
         return self._client.idle_s(number)

@@ -31,7 +31,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
-from dsec.kernel import mounts, syscalls
+from dsec.kernel import loop, mounts, syscalls
+from dsec.store.format import is_layer
 from dsec.store.lazy import holder
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class LazyFiles(NamedTuple):
     data: Path | None
     complete: bool
     events: bool
-    """Reads of the data raise events, which don't reach through a loop device."""
+    """Reads of the data may raise events, which don't reach through a loop device."""
 
 
 class LazyLayers:
@@ -74,7 +75,7 @@ class LazyLayers:
         self._kept: tuple[int, int] | None = None
         self._mounted: set[str] = set()
         self._attached: set[str] = set()
-        """Layers that may be mounted where reads ask."""
+        """Layers that may be mounted."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
@@ -105,7 +106,7 @@ class LazyLayers:
             trusted = await self._open_events()
         if self.way == "fuse" and self._mounted:
             trusted = await self._filler_lives()
-            self._attached = set(self._mounted)
+        self._attached = set(self._mounted)
         self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
         await asyncio.wait_for(self._ready.wait(), _START_S)
         return trusted
@@ -139,9 +140,11 @@ class LazyLayers:
         return self._mounted
 
     def _layer_of(self, mount: mounts.MountInfo) -> str:
-        """The kernel shows where an image lies, not its device. By loop devices it can't be told."""
-        image = Path(mount.source)
-        return image.parent.name if mount.fstype == "erofs" and image.parent.parent == self._cache else ""
+        """The kernel shows where an image lies, not its device."""
+        if mount.fstype != "erofs":
+            return ""
+        image = loop.backing_file(mount.source) or Path(mount.source)
+        return image.parent.name if image.parent.parent in (self._cache, self._cache.resolve()) else ""
 
     async def close(self, *, keep: bool) -> None:
         """`keep`: holder and filler go on for the sandboxes that do; else both end. Nothing may be mounted then."""
@@ -159,17 +162,36 @@ class LazyLayers:
     async def attach(self, layer: str) -> LazyFiles:
         """A layer's metadata is here, and its data may be mounted. Raises `NotFound`, `LayerCorrupt`,
         `Unavailable`."""
-        answer = await self._call("attach", layer)
+        self._attached.add(layer)  # before: see `_release_rest`
+        try:
+            answer = await self._call("attach", layer)
+        except DsecError:
+            self._attached.discard(layer)
+            raise
         root, complete, events = self._cache / layer, answer["complete"], self.way != "fuse"
-        data = root / "data"
-        if not complete:
-            data = self._marked / layer / "data" if events else self._marked / layer
-            self._attached.add(layer)
-        return LazyFiles(root / "meta.erofs", data if answer["data_bytes"] else None, complete, events and not complete)
+        data = self._marked / layer
+        if events:  # complete ones too: they may have to ask again
+            data /= "data"
+        elif complete:
+            data = root / "data"
+        return LazyFiles(root / "meta.erofs", data if answer["data_bytes"] else None, complete, events)
 
     async def release(self, layer: str) -> None:
-        """Nothing of this server's is mounted of it any more."""
+        """Nothing is mounted of it any more."""
+        self._attached.discard(layer)
         await self._call("release", layer)
+
+    def attached(self) -> set[str]:
+        """The layers that may be mounted."""
+        return set(self._attached)
+
+    async def _release_rest(self) -> None:
+        """What a filler finds in the cache it takes for mounted. An attach that is under way is in `_attached`, or
+        comes after this on the channel."""
+        for layer in filter(is_layer, await asyncio.to_thread(os.listdir, self._cache)):
+            if layer not in self._attached:
+                with contextlib.suppress(DsecError):
+                    await self._call("release", layer)
 
     async def complete(self, layer: str) -> None:
         """Return when all of an attached layer is here. Raises `NotFound`, `LayerCorrupt`, `Unavailable`."""
@@ -223,7 +245,9 @@ class LazyLayers:
                 continue
             self._writer = writer
             self._ready.set()
+            releasing = asyncio.create_task(self._release_rest(), name="release lazy layers")
             await self._listen(reader)
+            releasing.cancel()
             self._ready.clear()
             writer.close()
             for waiting in self._waiting.values():
