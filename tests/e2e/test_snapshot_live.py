@@ -75,3 +75,61 @@ async def test_a_snapshot_is_an_environment_without_residue(server: Server, clie
         await builder.pack_diff("solved@1")
     again = await (await client.create("solved@1", memory_bytes=128 << 20)).pack_diff("again@1")
     assert again.kept == 0
+
+
+async def test_a_rebuild_begins_from_the_last_snapshot_of_everything(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    await box.commands.run(
+        "mkdir /work; head -c 12 /dev/urandom | base64 | tee /work/a; seq 1 3000", key="one", env={"A": "1"}
+    )
+    await box.commands.run("echo x >> /work/runs", key="two")
+    sleeper = await box.commands.start("sleep 600", key="sleeps")
+    busy = await box.pack_diff("busy@1", scrub=False)
+    await sleeper.kill()
+    await box.pack_diff("point@1", scrub=False)
+    await box.files.write("/tmp/t", "1")
+    await box.pack_diff("scrubbed@1")
+    after = await box.commands.run("cat /work/a /tmp/t", key="three")
+    taken = [each.data async for each in box.events() if each.type == "snapshot"]
+    assert [(data["name"], bool(data["at"])) for data in taken] == [
+        ("busy@1", False),
+        ("point@1", True),
+        ("scrubbed@1", True),
+    ]
+    assert taken[0]["layer"] == busy.layer
+    await box.kill()
+    found = await client.rebuild(box.id)
+    assert (found.base, found.diverged, found.replayed) == ("point@1", None, 2)
+    again = await client.connect(found.sandbox.id)
+    assert (await again.commands.run("cat /work/a /tmp/t", key="three")).stdout == after.stdout
+    first = await again.commands.run(
+        "mkdir /work; head -c 12 /dev/urandom | base64 | tee /work/a; seq 1 3000", key="one", env={"A": "1"}
+    )
+    assert (first.exit_code, first.stdout.split()[0]) == (0, after.stdout.split()[0]), "recorded, not run again"
+    await again.commands.run("echo x >> /work/runs", key="two")
+    assert await again.files.read("/work/runs") == "x\n"
+    twice = await client.rebuild(again.id)
+    assert (twice.base, twice.diverged) == ("debian", None), "its own log begins with the snapshot's layer"
+    third = await client.connect(twice.sandbox.id)
+    await third.commands.run("echo x >> /work/runs", key="two")
+    assert await third.files.read("/work/runs") == "x\n"
+    whole = await client.rebuild(box.id, from_start=True)
+    assert whole.base == "debian"
+    assert whole.diverged is not None
+    assert whole.diverged.what == "stdout"
+    await client.catalog.remove_environment("point@1")
+    await client.catalog.remove_layer("point@1")
+    assert (await client.rebuild(box.id)).base == "debian"
+
+
+async def test_a_fork_is_made_again_from_its_own_snapshot(client: AsyncClient) -> None:
+    parent = await client.create(SMALL)
+    await parent.files.write("/state", "parent's")
+    child = (await parent.fork())[0]
+    with pytest.raises(Conflict, match="forked"):
+        await client.rebuild(child.id)
+    await child.pack_diff("child@1", scrub=False)
+    await child.commands.run("echo more >> /state")
+    found = await client.rebuild(child.id)
+    assert (found.base, found.diverged) == ("child@1", None)
+    assert await (await client.connect(found.sandbox.id)).files.read("/state") == "parent'smore\n"

@@ -124,8 +124,11 @@ async def test_who_may_see_what(server: Served) -> None:
     assert (await server.raw("GET", "/metrics", key=""))[0] == 401
     assert (await server.error("GET", "/metrics", key=token))[:2] == (403, "permission_denied")
     assert (await server.raw("GET", "/readyz", key=""))[0] == 200
+    for what in ("events", "events?follow=true", "trajectory", "trajectory?follow=true", "tripwires"):
+        own = await server.error("GET", f"/v1/sandboxes/{box.id}/{what}", key=token)
+        assert own[:2] == (403, "permission_denied"), what
     path = f"/v1/sandboxes/{box.id}/events"
-    assert (await server.raw("GET", path, key=token))[0] == 200
+    assert (await server.raw("GET", path))[0] == 200
     assert (await server.error("GET", path, key=other))[:2] == (404, "sandbox_not_found")
     assert (await server.error("GET", f"{path}?after=-1"))[:2] == (400, "invalid_request")
     assert (await server.error("GET", f"{path}?since=1"))[:2] == (400, "invalid_request")

@@ -19,6 +19,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.routes import HTTPRoute
 from litestar.types import Scope
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
 from dsec.api.ports.hosts import domain_here
@@ -146,15 +147,15 @@ def build(
         )
 
     @get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a day after its end")
-    async def inspect(sandbox_id: FromPath[str]) -> SandboxInfo:
-        return edge.get(sandbox_id)
+    async def inspect(scope: Scope, sandbox_id: FromPath[str]) -> SandboxInfo:
+        return _as_seen(exchange(scope), edge.get(sandbox_id))
 
     @delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox; again: the same answer")
     async def end(scope: Scope, sandbox_id: FromPath[str], cause: FromQuery[Cause] = Cause.DELETED) -> SandboxInfo:
         principal = exchange(scope).principal
         if cause is not Cause.DELETED and (principal is None or principal.sandbox_id is not None):
             raise PermissionDenied("a sandbox token ends its sandbox with the cause `deleted` only")
-        return await edge.delete(sandbox_id, cause)
+        return _as_seen(exchange(scope), await edge.delete(sandbox_id, cause))
 
     @post("/v1/sandboxes/{sandbox_id:str}/renew", status_code=200, summary="Let a sandbox live so long from now")
     async def renew(scope: Scope, sandbox_id: FromPath[str], data: JSONBody[RenewRequest]) -> SandboxInfo:
@@ -293,6 +294,15 @@ def build(
         request_max_body_size=MAX_JSON_BYTES,
         logging_config=None,
     )
+
+
+def _as_seen(x: Exchange, info: SandboxInfo) -> SandboxInfo:
+    """What the sandbox's own token is told: not what is watched, nor what was hit."""
+    principal = x.principal
+    if principal is None or principal.sandbox_id is None:
+        return info
+    paused = None if info.paused is None else replace(info.paused, rule="")
+    return replace(info, spec=replace(info.spec, tripwires=[]), paused=paused)
 
 
 def only(app: Litestar, x: Exchange) -> None:

@@ -39,8 +39,10 @@ async def ready(edge: EdgeClient, x: Exchange) -> None:
 
 
 async def events(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
-    """GET .../events: a line an event; with `follow` those to come too, until the sandbox has ended."""
+    """GET .../events: a line an event; with `follow` those to come too, until the sandbox has ended. Not for the
+    sandbox's own token: they tell of its tripwires."""
     x.check_query("follow", "after")
+    x.project()
     after = x.natural("after") or 0
     if not x.value("follow", bool, False):
         found = edge.events(sandbox_id, after)

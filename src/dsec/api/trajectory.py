@@ -18,8 +18,10 @@ _REBUILD = msgspec.json.Decoder(RebuildRequest)
 
 
 async def read(edge: EdgeClient, sandbox_id: str, x: Exchange) -> None:
-    """GET .../trajectory: the lines as they are stored, so that whoever has them can check the chain."""
+    """GET .../trajectory: the lines as they are stored, so that whoever has them can check the chain. Not for
+    the sandbox's own token."""
     x.check_query("follow", "after")
+    x.project()
     after = x.natural("after") or 0
     held = HeldAnswer(x, NDJSON)
     if not x.value("follow", bool, False):

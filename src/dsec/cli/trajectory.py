@@ -127,21 +127,25 @@ def replay(sandbox_id: str, full: bool, after: int, as_json: bool) -> None:
 @click.command("rebuild")
 @click.option("--upto", type=click.IntRange(min=1), help="Entries up to this number only.")
 @click.option("--stop", is_flag=True, help="Stop at the first difference.")
+@click.option("--from-start", is_flag=True, help="From the environment on, whatever snapshots there are.")
 @click.argument("sandbox_id", metavar="ID", type=SANDBOX)
 @json_option
 @click.pass_context
-def rebuild(context: click.Context, sandbox_id: str, upto: int | None, stop: bool, as_json: bool) -> None:
+def rebuild(  # noqa: PLR0917 (click passes by name)
+    context: click.Context, sandbox_id: str, upto: int | None, stop: bool, from_start: bool, as_json: bool
+) -> None:
     """Make a sandbox again from its trajectory, and say where the outcomes first differ. Exit code 1 where they do."""
 
     async def work() -> Rebuilt:
         async with AsyncClient() as client:
-            return await client.rebuild(sandbox_id, upto=upto, stop=stop)
+            return await client.rebuild(sandbox_id, upto=upto, stop=stop, from_start=from_start)
 
     found = asyncio.run(work())
     if wants_json(as_json):
         write_json(found)
     else:
         click.echo(found.sandbox.id)
+        note(f"begun from {found.base}")
         note(f"{found.replayed} operations were done again, {found.differences} came out different")
         if found.not_replayed:
             note(f"not done again: {', '.join(found.not_replayed)}")

@@ -30,7 +30,7 @@ from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
 from dsec.edge.pauses import Pauses
 from dsec.edge.quick import QuickCommand
-from dsec.edge.rebuild import Replay, chain_of, networks_of
+from dsec.edge.rebuild import Replay, bases_of, chain_of, networks_of
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recording import Recording
 from dsec.edge.removal import delete_each
@@ -38,6 +38,7 @@ from dsec.edge.requests import scope_of
 from dsec.edge.runs import Runs
 from dsec.edge.sandbox import info_of
 from dsec.edge.settling import end_all, settle
+from dsec.edge.specs import resolve
 from dsec.edge.stillness import Stillness
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
 from dsec.edge.tally import Family
@@ -45,7 +46,7 @@ from dsec.edge.tasks import Tasks, log
 from dsec.edge.trajectory import Trajectories
 from dsec.edge.tripwires import Tripwires
 from dsec.egress.node import Egress
-from dsec.errors import InvalidRequest, OutcomeUnknown, SandboxEnded, SandboxLost, Unavailable, Unsupported
+from dsec.errors import InvalidRequest, NotFound, OutcomeUnknown, SandboxEnded, SandboxLost, Unavailable, Unsupported
 from dsec.journal.event_store import EventStore
 from dsec.journal.records import Journal
 from dsec.journal.run_store import RunStore
@@ -395,11 +396,21 @@ class Edge(KeptCalls, FileCalls):
         for network in networks_of(entries):
             self.check_grants(principal, network)
         blob = functools.partial(self._trajectories.store.blob, request.sandbox)
-        replay = Replay(self, entries, request, blob=blob, keep=self._config.trajectory_output_bytes)
+        restore = functools.partial(self._trajectories.restore, request.sandbox)
+        keep = self._config.trajectory_output_bytes
 
         async def make(spec: SandboxSpec) -> str:
             return (await self.create(spec, project=principal.project)).sandbox.id
 
+        for base in (*bases_of(entries, request), None):
+            replay = Replay(self, entries, request, blob=blob, keep=keep, restore=restore, base=base)
+            try:
+                resolve(replay.spec(), principal.project, self._backends)
+            except (NotFound, Unsupported):  # the snapshot is gone, or not this project's to use
+                if base is None:
+                    raise
+            else:
+                break
         return await replay.run(make)
 
     def tripwires(self, sandbox_id: str) -> TripwireState:

@@ -3,6 +3,9 @@
 Owns the order: entries are done in the order in which they were written, so that commands that ran side by side do so
 again; a command is waited for where its result stands. Keys are the same, so that whoever holds one finds its result in
 the new sandbox too. What is compared, and what is not done again, is in docs/TRAJECTORY.md.
+
+Where there is a snapshot that holds all that came of the entries up to one of them (`Base`), it begins there: what came
+before isn't done again, but its results are on record in the new sandbox, so that no key of it runs a second time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import msgspec
+from msgspec import Struct
 
 from dsec.edge.client import EdgeClient, Execution
 from dsec.edge.recorder import Stream, bytes_of
@@ -20,6 +24,7 @@ from dsec.edge.trajectory import digest_of
 from dsec.errors import Conflict, DsecError, InvalidRequest
 from dsec.plan.divergence import differ
 from dsec.spec.causes import Cause
+from dsec.spec.events import EventType
 from dsec.spec.network import Network
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec
@@ -27,10 +32,23 @@ from dsec.spec.trajectory import Broken, Entry, EntryType, RebuildRequest, Rebui
 
 LABEL = "dsec.rebuilt_from"
 SESSION = "dsec.session/"
+RESTORED = "restored"
+"""In entries that were taken over from another sandbox's trajectory: their number there."""
 _OPTIONS = ("cwd", "user", "stdin", "merge_stderr", "kill_leftovers", "command_timeout_s", "output_bytes", "key")
 _SILENT = frozenset({EntryType.CREATE, EntryType.RESULT, EntryType.REFUSED, EntryType.END, EntryType.MUTED})
 
 Blob = Callable[[str], bytes | None]
+Restore = Callable[[str, Entry, Entry], None]
+"""Puts a command and its result on record in the sandbox of an id."""
+
+
+class Base(Struct, frozen=True):
+    """A snapshot to begin from."""
+
+    name: str
+    layer: str
+    at: int
+    """The number of the last entry that it holds what came of."""
 
 
 class _Stopped(Exception):
@@ -41,9 +59,19 @@ class Replay:
     """One rebuild."""
 
     def __init__(
-        self, edge: EdgeClient, entries: list[Entry], request: RebuildRequest, *, blob: Blob, keep: int
+        self,
+        edge: EdgeClient,
+        entries: list[Entry],
+        request: RebuildRequest,
+        *,
+        blob: Blob,
+        keep: int,
+        restore: Restore,
+        base: Base | None = None,
     ) -> None:
         """`blob`: bytes of the original by digest. `keep`: of each stream, for comparing."""
+        self._restore = restore
+        self._base = base
         self._edge = edge
         self._request = request
         self._blob = blob
@@ -61,10 +89,17 @@ class Replay:
     def spec(self) -> SandboxSpec:
         """The sandbox to make. Raises `Conflict` where too little is on record."""
         create = self._entries[0].data
+        forks = (entry.data for entry in self._entries if entry.type == EventType.FORKED)
+        parent = next((data["parent"] for data in forks if "parent" in data), None)
+        if parent is not None and self._base is None:
+            raise Conflict(
+                f"sandbox {create['sandbox']} began with the files of {parent}, of which it was forked",
+                remedy="Rebuild that one, fork it, and repeat what was done to this one; or begin from a snapshot.",
+            )
         fields = dict(create["spec"])
         fields.pop("name", None)
         fields["labels"] = {**fields.get("labels", {}), LABEL: create["sandbox"]}
-        fields["layers"] = create.get("layers", [])
+        fields["layers"] = [*([self._base.layer] if self._base else ()), *create.get("layers", [])]
         if "env" in fields:
             env = self._edge.get(create["sandbox"]).spec.env
             fields["env"] = env if digest_of(env) == fields["env"] else self._env(fields["env"])
@@ -77,9 +112,11 @@ class Replay:
         self._box = await make(spec)
         self._names = {original.encode(): b"<sandbox>", self._box.encode(): b"<sandbox>"}
         try:
+            await self._begin()
             with suppress(_Stopped):
                 for entry in self._entries[1:]:
-                    await self._step(entry)
+                    if self._base is None or entry.seq > self._base.at:
+                        await self._step(entry)
         except BaseException:
             with suppress(DsecError):
                 await asyncio.shield(self._edge.delete(self._box))
@@ -91,11 +128,23 @@ class Replay:
             sandbox=self._edge.get(self._box),
             original=original,
             replayed=self._done,
-            base=spec.environment,
+            base=spec.environment if self._base is None else self._base.name,
             diverged=self._first,
             differences=self._differences,
             not_replayed=sorted(self._skipped),
         )
+
+    async def _begin(self) -> None:
+        """What the snapshot doesn't hold of the entries before it: results, and what it might reach in the end."""
+        at = self._base.at if self._base is not None else 0
+        network = None
+        for entry in self._entries[:at]:
+            if entry.type == EntryType.EXEC and entry.seq in self._results and "key" in entry.data:
+                self._restore(self._box, entry, self._results[entry.seq])
+            elif entry.type == EntryType.NETWORK:
+                network = entry.data["policy"]
+        if network is not None:
+            await self._edge.set_network(self._box, msgspec.convert(network, Network))
 
     async def _step(self, entry: Entry) -> None:
         data = entry.data
@@ -140,6 +189,9 @@ class Replay:
         data = entry.data
         if entry.seq not in self._results:
             self._skipped.add("exec without a result")
+            return False
+        if RESTORED in data:  # the snapshot that the original began from holds what came of it
+            self._restore(self._box, entry, self._results[entry.seq])
             return False
         if data.get("pty") or str(data.get("key", "")).startswith(SESSION):
             self._skipped.add("terminals and sessions")
@@ -252,13 +304,20 @@ def chain_of(lines: list[bytes], sandbox_id: str) -> list[Entry]:
         raise Conflict(f"the trajectory of {sandbox_id} doesn't hold: {error}") from error
     if not entries or entries[0].type != EntryType.CREATE:
         raise InvalidRequest(f"sandbox {sandbox_id} has no trajectory to rebuild it from")
-    parent = next((each.data["parent"] for each in entries if each.type == "forked" and "parent" in each.data), None)
-    if parent is not None:
-        raise Conflict(
-            f"sandbox {sandbox_id} began with the files of {parent}, of which it was forked",
-            remedy="Rebuild that one, fork it, and repeat what was done to this one.",
-        )
     return entries
+
+
+def bases_of(entries: list[Entry], request: RebuildRequest) -> list[Base]:
+    """The snapshots that a rebuild may begin from, the last one first: those of everything that was there, taken while
+    nothing was under way."""
+    if request.from_start:
+        return []
+    found = [entry.data for entry in entries[: request.upto] if entry.type == EventType.SNAPSHOT]
+    return [
+        Base(data["name"], data["layer"], data["at"])
+        for data in reversed(found)
+        if data.get("at") and not data.get("removed")
+    ]
 
 
 def networks_of(entries: list[Entry]) -> list[Network]:

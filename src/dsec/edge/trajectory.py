@@ -215,6 +215,24 @@ class Trajectories:
         if guest_key is not None:
             self._index(sandbox_id, guest_key[:HALF_KEY], offset)
 
+    def restore(self, source: str, sandbox_id: str, began: Entry, result: Entry) -> None:
+        """Take a command with a key, and its result, over from the log of `source`, of whose files this sandbox's are.
+        Raises `Unavailable`."""
+        for name in ("argv_blob", "env"):
+            self._copy_blob(source, sandbox_id, began.data.get(name))
+        for name in ("stdout", "stderr", "stdin"):
+            self._copy_blob(source, sandbox_id, result.data.get(name, {}).get("blob"))
+        seq = self._append(sandbox_id, EntryType.EXEC, began.data | {"restored": began.seq})
+        chain = self.store.chain(sandbox_id)
+        offset = chain.size if chain is not None else 0
+        self._append(sandbox_id, EntryType.RESULT, result.data | {"exec": seq, "restored": result.seq})
+        self._index(sandbox_id, hash_of(began.data["key"]), offset)
+
+    def _copy_blob(self, source: str, sandbox_id: str, digest: str | None) -> None:
+        data = self.store.blob(source, digest) if digest else None
+        if data is not None:
+            self._blob(sandbox_id, data)
+
     def find(self, sandbox_id: str, key_hash: bytes) -> Recorded | int | None:
         """What is on record of a key: its result; the number of its `exec`, which has none; or nothing. Raises
         `Internal` where the log is damaged."""

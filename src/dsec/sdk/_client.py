@@ -183,13 +183,17 @@ class AsyncClient:
         *,
         upto: int | None = None,
         stop: bool = False,
+        from_start: bool = False,
         request_timeout_s: float | None = None,
     ) -> Rebuilt:
         """Make a sandbox again, under another id, from its trajectory: what its callers did is done again (entries up
-        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. Connect to
-        `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where the connection breaks
-        (`OutcomeUnknown`)."""
-        request = RebuildRequest(sandbox=sandbox_id, upto=upto, on_divergence="stop" if stop else "go_on")
+        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. It
+        begins from the last snapshot that was taken of everything (`scrub=False`) while nothing ran inside, unless
+        `from_start`. Connect to `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where
+        the connection breaks (`OutcomeUnknown`)."""
+        request = RebuildRequest(
+            sandbox=sandbox_id, upto=upto, on_divergence="stop" if stop else "go_on", from_start=from_start
+        )
         return await self._transport.call(
             "POST",
             self._transport.url("/v1/sandboxes:rebuild"),

@@ -249,13 +249,24 @@ class Client(Wrapper):
         )
 
     def rebuild(
-        self, sandbox_id: str, *, upto: int | None = None, stop: bool = False, request_timeout_s: float | None = None
+        self,
+        sandbox_id: str,
+        *,
+        upto: int | None = None,
+        stop: bool = False,
+        from_start: bool = False,
+        request_timeout_s: float | None = None,
     ) -> Rebuilt:
         """Make a sandbox again, under another id, from its trajectory: what its callers did is done again (entries up
-        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. Connect to
-        `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where the connection breaks
-        (`OutcomeUnknown`)."""
-        return call(self._async.rebuild(sandbox_id, upto=upto, stop=stop, request_timeout_s=request_timeout_s))
+        to the number `upto`) and compared; `diverged` says where outcomes first differ. `stop`: end there. It
+        begins from the last snapshot that was taken of everything (`scrub=False`) while nothing ran inside, unless
+        `from_start`. Connect to `rebuilt.sandbox.id`; keys of commands have their results there too. Not repeated where
+        the connection breaks (`OutcomeUnknown`)."""
+        return call(
+            self._async.rebuild(
+                sandbox_id, upto=upto, stop=stop, from_start=from_start, request_timeout_s=request_timeout_s
+            )
+        )
 
     def run_many(
         self,

@@ -29,6 +29,7 @@ class EntryType(StrEnum):
     pauses, snapshots, forks, renewals)."""
 
     CREATE = "create"  # sandbox, project, run, name, environment, layers, spec (`env` by digest), request_id
+    # `restored`, of `exec` and `result`: the number in the log that a rebuild took them over from, without doing it
     EXEC = "exec"  # argv, cwd, user, defaults, env (a digest), key, request (a digest), options: before it runs
     RESULT = "result"  # exec (the entry's seq), key, status, stdout, stderr, stdin: before the caller sees it
     REFUSED = "exec_refused"  # exec, code, message: it didn't start, its key is free
@@ -86,6 +87,8 @@ class RebuildRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_divergence: Literal["go_on", "stop"] = "go_on"
     upto: int | None = None
     """Entries up to this number."""
+    from_start: bool = False
+    """Do everything again, from the environment on, whatever snapshots there are."""
 
 
 class Broken(ValueError):
