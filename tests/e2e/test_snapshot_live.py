@@ -86,6 +86,7 @@ async def test_a_rebuild_begins_from_the_last_snapshot_of_everything(client: Asy
     sleeper = await box.commands.start("sleep 600", key="sleeps")
     busy = await box.pack_diff("busy@1", scrub=False)
     await sleeper.kill()
+    await sleeper.wait()
     await box.pack_diff("point@1", scrub=False)
     await box.files.write("/tmp/t", "1")
     await box.pack_diff("scrubbed@1")
