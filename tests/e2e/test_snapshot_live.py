@@ -118,8 +118,9 @@ async def test_a_rebuild_begins_from_the_last_snapshot_of_everything(client: Asy
     assert whole.base == "debian"
     assert whole.diverged is not None
     assert whole.diverged.what == "stdout"
-    await client.catalog.remove_environment("point@1")
-    await client.catalog.remove_layer("point@1")
+    for name in ("busy@1", "point@1"):  # which are one layer
+        await client.catalog.remove_environment(name)
+        await client.catalog.remove_layer(name)
     assert (await client.rebuild(box.id)).base == "debian"
 
 
