@@ -256,6 +256,18 @@ async def test_synced_files_need_no_sync_file(tmp_path: Path, monkeypatch: pytes
     await again.close()
 
 
+async def test_a_sync_file_of_an_earlier_version_makes_no_logs(tmp_path: Path) -> None:
+    """It wrote to the logs at once, so that one that isn't there was removed."""
+    store = await filled(tmp_path / "t")
+    kept = lines(store, A)
+    await store.close()
+    (tmp_path / "t" / "sync.9").write_bytes(b"".join(b"sandboxcccc03 " + line for line in kept))
+    again = TrajectoryStore(tmp_path / "t", boot="one")
+    assert lines(again, A) == kept
+    assert again.chain("sandboxcccc03") is None
+    await again.close()
+
+
 async def test_a_write_is_on_disk_soon_without_being_asked(tmp_path: Path) -> None:
     store = await filled(tmp_path / "t", sync_s=0.05)
     async with asyncio.timeout(20):

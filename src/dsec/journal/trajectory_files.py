@@ -97,8 +97,8 @@ def finish(files: list[Path], place: Callable[[str], str]) -> None:
                 except FileNotFoundError:
                     end = 0
                 ends[name] = end
-            if not end - len(line) < at <= end:
-                continue  # it is there (or the log was removed meanwhile)
+            if at < 0 or not end - len(line) < at <= end:
+                continue  # it is there (or the log was removed meanwhile, or an earlier version wrote it there)
             fd = open_to_write(log)
             try:
                 ends[name] = write_all(fd, line, at)
