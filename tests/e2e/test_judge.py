@@ -43,6 +43,7 @@ def words(lines: list[dict[str, Any]]) -> tuple[str, list[str]]:
     return lines[-1]["result"]["verdict"], [case["verdict"] for case in cases]
 
 
+COUNT = "import sys\nprint(len(sys.stdin.read()))"
 FAST = {"limits": {"cpu_s": 1, "wall_s": 3}}
 PROBLEMS: list[tuple[str, str, list[dict[str, str]], dict[str, Any], str]] = [
     ("right", RIGHT, SUM, {}, "accepted"),
@@ -66,6 +67,13 @@ PROBLEMS: list[tuple[str, str, list[dict[str, str]], dict[str, Any], str]] = [
     ("no Python", "def (", SUM[:1], {}, "runtime_error"),
     ("nulls", "print('3\\0')", SUM[:1], {}, "wrong_answer"),
     ("forks", "import os, time\nwhile os.fork(): pass\ntime.sleep(60)", SUM[:1], {}, "runtime_error"),
+    ("not UTF-8", "import sys\nsys.stdout.buffer.write(b'\\xff3')", SUM[:1], {}, "wrong_answer"),
+    ("a null in the input", COUNT, [{"stdin": "\0\0", "expected": "2"}], {}, "accepted"),
+    ("no input, no output", "", [{}], {"checker": "exact"}, "accepted"),
+    ("16 MB in", COUNT, [{"stdin": "x" * 16_000_000, "expected": "16000000"}], {}, "accepted"),
+    ("16 MB in, unread", "print(3)", [{"stdin": "x" * 16_000_000, "expected": "3"}], {}, "accepted"),
+    ("closes its output", "import os\nos.close(1)", SUM[:1], {}, "wrong_answer"),
+    ("only stderr", "import sys\nsys.stderr.write('3')", SUM[:1], {}, "wrong_answer"),
     ("looks for the answers", "import glob\nprint(*glob.glob('/tmp/*'))", SUM[:1], {}, "wrong_answer"),
 ]
 
@@ -79,6 +87,11 @@ def test_known_verdicts(
     lines = judged(server, source, cases, **fields)
     assert words(lines)[0] == verdict, lines
     assert not lines[-1]["result"].get("infra")
+
+
+def test_a_null_in_the_source_is_the_languages_to_judge(server: Server) -> None:
+    lines = judged(server, "print(3)\0", SUM[:1])  # Python 3.11 stops there, 3.12 refuses it
+    assert words(lines)[0] in ("accepted", "runtime_error")
 
 
 def test_a_case_says_what_it_cost(server: Server) -> None:
@@ -108,10 +121,24 @@ def test_a_checker_of_ones_own(server: Server) -> None:
     fields = {"checker": "program", "checker_source": CHECKER}
     assert words(judged(server, "print(3, 1, 2)", cases, **fields))[0] == "accepted"
     assert words(judged(server, "print(3, 1)", cases, **fields))[0] == "wrong_answer"
-    crashed = judged(server, "print(1)", cases, checker="program", checker_source="raise ValueError('mine')")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("raise ValueError('mine')", "mine"),
+        ("def (", "SyntaxError"),
+        ("pass", "exit code 0"),
+        ("import os; os.abort()", "SIGABRT"),
+        ("while True: print('x' * 1000)", "output_bytes"),
+        ("x = [0]\nwhile True: x += x", "memory"),
+    ],
+)
+def test_a_checker_that_fails_is_no_verdict(server: Server, source: str, says: str) -> None:
+    crashed = judged(server, "print(1)", [{"expected": "1"}], checker="program", checker_source=source)
     assert words(crashed)[0] == "platform_error"
     assert crashed[-1]["result"]["infra"]
-    assert "mine" in crashed[0]["case"]["message"]
+    assert says in crashed[0]["case"]["message"]
 
 
 LEAK = """\
@@ -144,6 +171,10 @@ def test_nothing_leaks_from_one_case_to_the_next(server: Server) -> None:
         ({"environment": "nowhere"}, 404, "environment_not_found"),
         ({"cases": []}, 400, "invalid_request"),
         ({"checker": "program"}, 400, "invalid_request"),
+        ({"source": "\ud800"}, 400, "invalid_request"),
+        ({"source": "x" * (4 << 20) + "x"}, 400, "invalid_request"),
+        ({"cases": [{}] * 10_001}, 400, "invalid_request"),
+        ({"limits": {"cpu_s": 0}}, 400, "invalid_request"),
     ],
 )
 def test_bad_requests(server: Server, fields: dict[str, Any], status: int, code: str) -> None:
