@@ -2,7 +2,9 @@
 
 Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
 `DSEC_STORE` (the store that nodes share; default none), `DSEC_CACHE_GIB` (of layers that are filled on demand; default
-64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap).
+64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_REGISTRIES` (which callers may name; default `*`: any at a
+public address), `DSEC_DOCKER_LOGIN` (projects for which the server uses its own Docker login; default none),
+`DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap).
 What doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
 path, so that several servers fit on one host.
 """
@@ -71,6 +73,7 @@ from dsec.store.lazy.fuse import FuseFiles
 from dsec.store.lazy.questions import Events, Questions
 from dsec.store.lazy.service import DEADLINE_S, LazyLayers, Way
 from dsec.store.leases import Leases
+from dsec.store.registries import Registries
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
 from dsec.store.shared import SharedLayers
@@ -90,8 +93,8 @@ class Config(Struct, frozen=True, kw_only=True):
     run: Path
     store: str = ""
     """URL of the store that nodes share, as `open_store` takes it; empty: none."""
-    registry: str = ""
-    """Of images that don't name one."""
+    registries: Registries = Registries()
+    """Which callers may name."""
     lazy: Way = ""
     """How reads of layers get to what fills them; empty: as the kernel can."""
     cache_bytes: int = 64 << 30
@@ -109,7 +112,11 @@ def read_config(state: Path | None = None) -> Config:
     """The configuration from arguments and environment."""
     state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
     run = Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state)
-    store, registry = os.environ.get("DSEC_STORE", ""), os.environ.get("DSEC_REGISTRY", "")
+    registries = Registries(
+        default=os.environ.get("DSEC_REGISTRY", ""),
+        named=tuple(os.environ.get("DSEC_REGISTRIES", "*").split()),
+        docker_login=tuple(os.environ.get("DSEC_DOCKER_LOGIN", "").split()),
+    )
     way = os.environ.get("DSEC_LAZY", "")
     if way not in ("", "events", "fuse"):
         raise InvalidRequest(f"DSEC_LAZY is {way!r}", remedy="It is events, fuse, or not set.")
@@ -122,8 +129,8 @@ def read_config(state: Path | None = None) -> Config:
     return Config(
         state=state,
         run=run,
-        store=store,
-        registry=registry,
+        store=os.environ.get("DSEC_STORE", ""),
+        registries=registries,
         lazy=msgspec.convert(way, Way),
         cache_bytes=int(cache_gib) << 30,
         zram_bytes=int(zram_bytes) if zram_bytes else None,
@@ -326,7 +333,7 @@ async def open_layers(config: Config, edge: Edge, host: Host) -> AsyncIterator[L
         remote=host.remote,
         used=edge.used_layers,
         release=host.layers.unmount,
-        registry=config.registry or None,
+        registries=config.registries,
     )
     keeping = asyncio.create_task(service.keep_used(_node_name(config), SystemClock()), name="layers in use")
     try:

@@ -196,6 +196,7 @@ class Layers:
 
         async def work(progress: Progress) -> dict[str, Any]:
             found = await self._service.import_registry(
+                project,
                 request.image,
                 platform,
                 self._named(project, request.environment, request.image, request.readers),

@@ -144,6 +144,7 @@ class Workshop:
             return Stage(layers, said, said)
         chosen = platform or self._platform
         found = await self._service.fetch(
+            self.project,
             reference,
             parse_platform(chosen) if chosen else host_platform(),
             lambda step, done=0, total=0: self.say(step) if not total else None,

@@ -18,7 +18,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -35,6 +35,7 @@ from dsec.store.data import Budget, LayerData
 from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
+from dsec.store.holds import Holds
 from dsec.store.tree import Node, directory, walk
 
 ID_COUNT = 65_536
@@ -130,6 +131,7 @@ class LayerStore:
         self._lazy: dict[str, LayerFiles] = {}
         self._looped: set[str] = set()
         self._filling: set[str] = set()
+        self.holds = Holds()
         self.root.mkdir(parents=True, exist_ok=True)
         self._scratch.mkdir(exist_ok=True)
 
@@ -157,6 +159,7 @@ class LayerStore:
         return self.is_lazy(digest) and digest in self._filling
 
     def has(self, digest: str) -> bool:
+        self.holds.add(digest)
         return DIGEST.fullmatch(digest) is not None and (self.root / digest).exists()
 
     def files(self, digest: str) -> LayerFiles:
@@ -197,12 +200,18 @@ class LayerStore:
     def all(self) -> list[LayerMeta]:
         return [self.meta(name) for name in sorted(os.listdir(self.root)) if DIGEST.fullmatch(name)]
 
-    def remove(self, digest: str) -> None:
-        """Delete a layer that no environment uses. Idempotent."""
+    def remove(self, digest: str, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Delete a layer that no environment uses; idempotent. False: it stays, because work in progress holds it, or
+        `unless` says so."""
         if not DIGEST.fullmatch(digest):
             raise ValueError(digest)
-        with contextlib.suppress(FileNotFoundError), self.scratch() as scratch:  # it goes at once, then its files
-            (self.root / digest).rename(Path(scratch) / "gone")
+        with self.scratch() as scratch:  # it goes at once, then its files
+
+            def remove() -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    (self.root / digest).rename(Path(scratch) / "gone")
+
+            return self.holds.remove(digest, remove, unless=unless)
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A directory on the store's file system, for building."""
@@ -236,6 +245,7 @@ class LayerStore:
             created_at=time.time(),
             hot=manifest.hot,
         )
+        self.holds.add(digest)
         _write_file(made / "manifest.json", encoded)
         _write_file(made / "meta.json", msgspec.json.encode(meta))
         try:

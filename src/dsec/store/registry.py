@@ -13,6 +13,7 @@ import hashlib
 import os
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -100,8 +101,16 @@ def docker_credentials(host: str, path: Path | None = None) -> str | None:
 class RegistrySource:
     """`image.ImageSource` of one image in a registry."""
 
-    def __init__(self, reference: Reference, credentials: str | None = None, *, pause_s: float = 0.5) -> None:
-        """`credentials`: `user:password`. `pause_s`: before the second attempt; it doubles."""
+    def __init__(
+        self,
+        reference: Reference,
+        credentials: str | None = None,
+        *,
+        pause_s: float = 0.5,
+        connector: Callable[[], aiohttp.BaseConnector] = aiohttp.TCPConnector,
+    ) -> None:
+        """`credentials`: `user:password`. `pause_s`: before the second attempt; it doubles. `connector`: makes what
+        makes the connections."""
         self.name = str(reference)
         self._reference = reference
         self._base = f"{reference.url}/v2/{reference.name}"
@@ -109,6 +118,7 @@ class RegistrySource:
         self._pause_s = pause_s
         self._authorization: str | None = None
         self._http = aiohttp.ClientSession(
+            connector=connector(),
             trust_env=True,
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60),

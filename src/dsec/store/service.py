@@ -1,7 +1,7 @@
 """What callers may do with layers and environments, project by project: the whole of issue "layers" behind one class.
 
-Everything that makes layers holds a share of one lock, and collecting garbage holds it alone, so that nothing that is
-being made is taken for garbage. Work that blocks runs in threads.
+Everything that makes layers holds those that it touches (`holds`), and collecting garbage leaves them: neither waits
+for the other. Work that blocks runs in threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsec.store.layers import LayerMeta
 from dsec.store.leases import RENEW_S
 from dsec.store.merge import export_layer, merge_layers
 from dsec.store.oci import LocalSource
-from dsec.store.registry import RegistrySource, docker_credentials, parse_reference
+from dsec.store.registries import Registries
 from dsec.store.remote import RemoteCatalog
 from dsec.store.shared import Progress, SharedLayers, quiet
 from dsec.store.tree import Node, directory
@@ -73,38 +73,31 @@ class LayerService:
         remote: RemoteCatalog | None = None,
         used: Callable[[], set[str] | None] = set,
         release: Callable[[str], None] = lambda layer: None,
-        registry: str | None = None,
+        registries: Registries = Registries(),  # noqa: B008 (frozen)
     ) -> None:
         """`used`: the layers that sandboxes stand on; None: unknown. `release`: unmounts a layer before its files go.
-        `registry`: of images that don't name one."""
+        `registries`: what callers may name."""
         self.environments = environments
         self.layers = environments.layers
         self.shared = shared
         self._remote = remote
         self._used = used
         self._release = release
-        self._registry = registry
-        self._makers = 0
-        self._collecting = False
-        self._changed = asyncio.Condition()
+        self._registries = registries
+        self._collecting = asyncio.Lock()
 
     # --- making ---
 
     @asynccontextmanager
     async def making(self) -> AsyncIterator[None]:
-        """While the context lasts nothing is taken for garbage. Not to be entered twice."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._collecting)
-            self._makers += 1
-        try:
+        """While the context lasts no layer that this task makes or finds is taken for garbage. Not to be entered
+        twice."""
+        with self.layers.holds.open():
             yield
-        finally:
-            async with self._changed:
-                self._makers -= 1
-                self._changed.notify_all()
 
     async def import_registry(
         self,
+        project: str,
         image: str,
         platform: Platform,
         then: Callable[[Imported], None],
@@ -112,11 +105,9 @@ class LayerService:
         *,
         credentials: str | None = None,
     ) -> Imported:
-        """Import an image of a registry; `then` gives the layers a name. Raises as `Importer.run`, and `InvalidRequest`
-        for a bad reference."""
-        reference = parse_reference(image, self._registry)
-        credentials = credentials or docker_credentials(reference.url.split("//")[1])
-        return await self._import(RegistrySource(reference, credentials), platform, then, progress)
+        """Import an image of a registry; `then` gives the layers a name. Raises as `Importer.run`, and
+        `Registries.source`."""
+        return await self._import(self._registries.source(image, project, credentials), platform, then, progress)
 
     async def import_archive(
         self,
@@ -147,12 +138,16 @@ class LayerService:
             await source.close()
 
     async def fetch(
-        self, image: str, platform: Platform, progress: Progress = quiet, *, credentials: str | None = None
+        self,
+        project: str,
+        image: str,
+        platform: Platform,
+        progress: Progress = quiet,
+        *,
+        credentials: str | None = None,
     ) -> Imported:
         """The layers of a registry's image, for who is `making`. Raises as `import_registry`."""
-        reference = parse_reference(image, self._registry)
-        credentials = credentials or docker_credentials(reference.url.split("//")[1])
-        source = RegistrySource(reference, credentials)
+        source = self._registries.source(image, project, credentials)
         try:
             return await Importer(self.layers).run(source, platform, "base", progress)
         finally:
@@ -376,39 +371,27 @@ class LayerService:
 
         Raises `Unavailable` where it isn't known what is in use.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._collecting)
-            self._collecting = True
-            try:
-                await self._changed.wait_for(lambda: not self._makers)
-            except BaseException:
-                self._collecting = False
-                self._changed.notify_all()
-                raise
-        try:
+        async with self._collecting:
             await asyncio.to_thread(self.environments.refresh)
             used = self._used()
             if used is None:
                 raise Unavailable("sandboxes run that are older than the last upgrade", remedy="End them first.")
             young = time.time() - least_age_s
-            garbage = [
-                meta
-                for meta in await asyncio.to_thread(self.layers.all)
-                if meta.digest in self.environments.unused_layers() - used and meta.created_at <= young
-            ]
-            for meta in garbage:
-                progress(f"deleting {meta.digest[:12]}")
-                await asyncio.to_thread(self._release, meta.digest)
-                await asyncio.to_thread(self.layers.remove, meta.digest)
-            freed = sum(meta.size_bytes for meta in garbage)
+            unused = self.environments.unused_layers() - used - self.layers.holds.held()
+            freed = 0
+            for meta in await asyncio.to_thread(self.layers.all):
+                if meta.digest in unused and meta.created_at <= young:
+                    progress(f"deleting {meta.digest[:12]}")
+                    await asyncio.to_thread(self._release, meta.digest)
+                    freed += meta.size_bytes * await asyncio.to_thread(self._remove, meta.digest)
             if self.shared is not None:
-                roots = self.environments.visible_layers(None) | used
+                roots = self.environments.visible_layers(None) | used | self.layers.holds.held()
                 if self._remote is not None:
                     await self._remote.publish()
                     roots |= await self._remote.roots()
                 freed += await self.shared.collect(roots, least_age_s=least_age_s, now=time.time(), progress=progress)
             return freed
-        finally:
-            async with self._changed:
-                self._collecting = False
-                self._changed.notify_all()
+
+    def _remove(self, digest: str) -> bool:
+        """Unless somebody has found or named it since it was taken for garbage: else no sandbox stands on it."""
+        return self.layers.remove(digest, unless=lambda: digest in self.environments.visible_layers(None))

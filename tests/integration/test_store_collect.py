@@ -1,0 +1,79 @@
+"""Collecting garbage beside work that makes layers: what the work found stays, and neither waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+import store_kit
+
+from dsec.store.blobs import DirectoryStore
+from dsec.store.environments import EnvironmentStore
+from dsec.store.service import LayerService
+from dsec.store.tree import Node, directory
+from dsec.testing.blobs import FaultyStore
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> LayerService:
+    (tmp_path / "state").mkdir()
+    store = FaultyStore(DirectoryStore(tmp_path / "store"))
+    return LayerService(EnvironmentStore(tmp_path / "state"), shared=store_kit.node(tmp_path / "node", store))
+
+
+def made(service: LayerService, name: str) -> str:
+    top = directory()
+    top.children[name.encode()] = Node(stat.S_IFREG | 0o644)
+    with service.layers.making() as maker:
+        return maker.finish(top, "workspace").digest
+
+
+async def test_what_a_build_found_stays_while_it_runs(service: LayerService) -> None:
+    recalled, forgotten, named = (made(service, name) for name in ("recalled", "forgotten", "named"))
+    service.environments.put("app", [named], project="p")
+    found, go_on = asyncio.Event(), asyncio.Event()
+
+    async def build() -> list[str]:
+        async with service.making():
+            assert await asyncio.to_thread(service.layers.has, recalled)  # as a step of an earlier build is
+            layers = [await asyncio.to_thread(made, service, "new"), recalled]
+            found.set()
+            await go_on.wait()
+            for layer in layers:
+                service.layers.manifest(layer)
+            service.environments.put("built", layers, project="p")
+            return layers
+
+    building = asyncio.create_task(build())
+    await found.wait()
+    assert await service.collect(least_age_s=-1) > 0  # and doesn't wait for the build
+    assert not service.layers.has(forgotten)
+    go_on.set()
+    for layer in [*await building, named]:
+        assert service.layers.has(layer)
+    assert service.layers.holds.held() == set()
+    service.environments.remove("built", "p")
+    assert await service.collect(least_age_s=-1) > 0
+    assert not service.layers.has(recalled)
+    assert service.layers.has(named)
+
+
+async def test_a_build_begins_while_garbage_is_collected(service: LayerService) -> None:
+    assert service.shared is not None
+    store = service.shared.store
+    assert isinstance(store, FaultyStore)
+    store.latency_s = 0.2
+    garbage = made(service, "garbage")
+    collecting = asyncio.create_task(service.collect(least_age_s=-1))
+    while service.layers.has(garbage):  # noqa: ASYNC110 (a file is looked at)
+        await asyncio.sleep(0.001)
+    async with service.making():
+        layer = await asyncio.to_thread(made, service, "garbage")  # the same is made again
+        assert not collecting.done()
+        await collecting
+        assert service.layers.has(layer)
+    assert await service.collect(least_age_s=-1) > 0
