@@ -68,7 +68,7 @@ async def ask(rules: Registries, image: str, project: str = "p", credentials: st
 
 
 async def test_a_private_address_is_refused_until_it_is_named(site: Site) -> None:
-    for image in (f"http://{site.host}/app", f"http://localhost:{site.port}/app", "http://10.0.0.1/app"):
+    for image in (f"http://{site.host}/app", f"http://localhost:{site.port}/app", "10.0.0.1/app"):
         with pytest.raises(PermissionDenied, match="may not lead to"):
             await ask(Registries(), image)
     with pytest.raises(PermissionDenied, match="may not lead to"):  # of the same host, but of another port
@@ -83,7 +83,7 @@ async def test_a_private_address_is_refused_until_it_is_named(site: Site) -> Non
     with pytest.raises(NotFound):  # this machine's own keys, on this machine
         await ask(Registries(), f"{site.host}/app", "default")
     with pytest.raises(PermissionDenied):
-        await ask(Registries(), "http://192.168.1.1/app", "default")
+        await ask(Registries(), "192.168.1.1/app", "default")
     assert len(site.asked) == 6
 
 
