@@ -11,7 +11,9 @@ import pytest
 from yarl import URL
 
 from dsec.errors import InvalidRequest
+from dsec.sdk._config import Endpoint
 from dsec.sdk._http import ConnectFailed, Pool
+from dsec.sdk._transport import Transport
 
 BODY = bytes(range(256)) * 5
 CHUNKED = (
@@ -190,3 +192,14 @@ def test_a_key_cannot_bring_a_header_along() -> None:
     with pytest.raises(InvalidRequest):
         Pool(URL("http://127.0.0.1/")).head("key\r\nX-Evil: 1")
     assert Pool(URL("http://[::1]:8080/")).head("key") == "Host: [::1]:8080\r\nAuthorization: Bearer key\r\n"
+
+
+@pytest.mark.parametrize("value", ["a\r\nEvil: 1", "a\nEvil: 1", "a\0", "\u00e9"])
+async def test_a_header_carries_no_other_header(value: str) -> None:
+    transport = Transport(Endpoint("http://127.0.0.1:1", "key"))
+    with pytest.raises(InvalidRequest, match="can't be sent"):
+        await transport.call("POST", transport.url("/v1/x"), dict, headers={"X-Dsec-Release": value})
+    transport.speaks_for = value
+    with pytest.raises(InvalidRequest, match="can't be sent"):
+        await transport.call("POST", transport.url("/v1/x"), dict)
+    await transport.close()

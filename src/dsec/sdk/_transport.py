@@ -179,14 +179,15 @@ class Transport:
         if callable(body):
             response = await self.open(method, url, body=body, headers=headers, replay=replay, retry=retry)
             return Streamed(response)
-        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]) if headers else ""
+        lines = [f"{name}: {value}" for name, value in headers.items()] if headers else []
         if self.speaks_for:
-            named += f"X-Dsec-Run: {self.speaks_for}\r\n"
+            lines.append(f"X-Dsec-Run: {self.speaks_for}")
         target = url.raw_path_qs
         request_id = self.new_request_id()
-        if not (_VISIBLE.fullmatch(target) and named.isascii()):
+        if not (_VISIBLE.fullmatch(target) and all(line.isascii() and line.isprintable() for line in lines)):
             raise InvalidRequest("the address or a header of the request holds characters that can't be sent")
-        named += f"X-Request-Id: {request_id}\r\nContent-Length: {len(body or b'')}\r\n\r\n"
+        lines += (f"X-Request-Id: {request_id}", f"Content-Length: {len(body or b'')}", "\r\n")
+        named = "\r\n".join(lines)
 
         async def attempt() -> Answer:
             pool = self._pool
