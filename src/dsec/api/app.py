@@ -21,6 +21,7 @@ from dsec.api import (
     files,
     functions,
     grading,
+    lives,
     openapi,
     seeing,
     sessions,
@@ -143,7 +144,7 @@ class Api:
                 sandbox_id, _, rest = raw[len(_SANDBOXES) :].partition("/")
                 edge.authorize(x.principal, sandbox_id)
                 SANDBOX_ID.set(sandbox_id)
-                if rest and await self._sandbox(sandbox_id, rest, x):
+                if await self._sandbox(sandbox_id, rest, x):
                     return
             elif await self._batch(raw, x) or (self._layers is not None and await self._layer(self._layers, raw, x)):
                 return
@@ -195,6 +196,10 @@ class Api:
     async def _sandbox(self, sandbox_id: str, rest: str, x: Exchange) -> bool:
         """Calls on one sandbox; False: not a hot one."""
         edge, method = self._edge, x.scope["method"]
+        if not rest:
+            x.only("GET", "DELETE")
+            await (lives.inspect if method == "GET" else lives.end)(edge, sandbox_id, x)
+            return True
         if rest == "exec":
             x.only("POST", "GET")
             await (exec.start if method == "POST" else exec.processes)(edge, sandbox_id, x)
@@ -287,6 +292,12 @@ class Api:
         return True
 
     async def _batch(self, raw: str, x: Exchange) -> bool:
+        if raw == "/v1/sandboxes":
+            x.only("GET", "POST")
+            if x.scope["method"] == "GET":
+                return False
+            await lives.create(self._edge, x)
+            return True
         if raw == "/v1/sandboxes:batch":
             x.only("POST")
             await batch.create_many(self._edge, x)

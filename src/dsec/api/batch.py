@@ -181,9 +181,9 @@ async def find_named(edge: EdgeClient, run: str, name: str, x: Exchange) -> None
 
 def deadline(x: Exchange) -> float | None:
     """The argument `deadline_s`."""
-    value = x.value("deadline_s", float, -1.0)
-    if value == -1.0:
+    if x.raw("deadline_s") is None:
         return None
+    value = x.value("deadline_s", float, 0.0)
     if not 0 < value <= 86400:
         raise InvalidRequest("deadline_s is above 0 and at most a day")
     return value

@@ -23,7 +23,7 @@ from dsec.spec.events import SandboxEvent
 from dsec.spec.functions import FunctionBatch, FunctionResult
 from dsec.spec.grading import Verdict, VerifySpec
 from dsec.spec.judging import JudgeLine, JudgeSpec
-from dsec.spec.sandbox import ExecSpec, FileInfo, Key, PtySize, SandboxInfo
+from dsec.spec.sandbox import ExecSpec, FileInfo, Key, PtySize, SandboxInfo, SandboxSpec
 from dsec.spec.sessions import (
     SessionCommand,
     SessionInfo,
@@ -107,6 +107,23 @@ METRICS = "text/plain"
 _ONE = "/v1/sandboxes/{sandbox_id}"
 _FRAMES = (MEDIA_TYPE, None)
 CALLS = (
+    Call(
+        method="post",
+        path="/v1/sandboxes",
+        summary="Create a sandbox, or return the one of this name or key",
+        query=("deadline_s", "key"),
+        takes=((JSON, SandboxSpec),),
+        gives=(JSON, SandboxInfo),
+        statuses=(200, 201),
+    ),
+    Call(method="get", path=_ONE, summary="One sandbox, also for a day after its end", gives=(JSON, SandboxInfo)),
+    Call(
+        method="delete",
+        path=_ONE,
+        summary="End a sandbox; again: the same answer",
+        query=("cause",),
+        gives=(JSON, SandboxInfo),
+    ),
     Call(
         method="post",
         path="/v1/sandboxes:batch",

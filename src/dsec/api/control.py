@@ -1,5 +1,5 @@
-"""The control routes: sandboxes one at a time, environments, node, keys. Litestar over the msgspec types, which also
-give the OpenAPI document.
+"""The control routes: what is seldom asked of a sandbox, environments, node, keys. Litestar over the msgspec types,
+which also give the OpenAPI document.
 
 Callers are authenticated by `dsec.api.app` before a request gets here; the `Exchange` is in the scope.
 """
@@ -19,18 +19,16 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from litestar.routes import HTTPRoute
 from litestar.types import Scope
 from msgspec import Struct
-from msgspec.structs import replace
 
 from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
 from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
 from dsec.edge.kept import BatchItem
-from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound, PermissionDenied
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, NotFound
 from dsec.ports import Usage
-from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network, NetworkInfo
 from dsec.spec.runs import RunInfo, RunRequest
-from dsec.spec.sandbox import PortAccess, SandboxInfo, SandboxSpec, Seconds, State
+from dsec.spec.sandbox import PortAccess, SandboxInfo, Seconds, State
 from dsec.spec.tripwires import TripwireState
 
 EXCHANGE = "dsec.exchange"
@@ -123,15 +121,6 @@ def build(
 ) -> Litestar:
     """The Litestar application for one edge. `domain`: where ports are served by host name (None: this machine's)."""
 
-    @post("/v1/sandboxes", status_code=201, summary="Create a sandbox, or return the one of this name or key")
-    async def create(
-        data: JSONBody[SandboxSpec], scope: Scope, deadline_s: DeadlineS = None, key: FromQuery[str | None] = None
-    ) -> Response[SandboxInfo]:
-        principal = exchange(scope).owner()
-        edge.check_grants(principal, data.network)
-        created = await edge.create(data, project=principal.project, deadline_s=deadline_s, key=key)
-        return Response(created.sandbox, status_code=200 if created.existed else 201)
-
     @get("/v1/sandboxes", summary="List the project's sandboxes")
     async def list_sandboxes(  # noqa: PLR0917 (Litestar passes by name)
         scope: Scope,
@@ -145,17 +134,6 @@ def build(
         return await edge.list_sandboxes(
             exchange(scope).project(), states=sandbox_state or (), run=run, labels=labels, limit=limit, after=after
         )
-
-    @get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a day after its end")
-    async def inspect(scope: Scope, sandbox_id: FromPath[str]) -> SandboxInfo:
-        return _as_seen(exchange(scope), edge.get(sandbox_id))
-
-    @delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox; again: the same answer")
-    async def end(scope: Scope, sandbox_id: FromPath[str], cause: FromQuery[Cause] = Cause.DELETED) -> SandboxInfo:
-        principal = exchange(scope).principal
-        if cause is not Cause.DELETED and (principal is None or principal.sandbox_id is not None):
-            raise PermissionDenied("a sandbox token ends its sandbox with the cause `deleted` only")
-        return _as_seen(exchange(scope), await edge.delete(sandbox_id, cause))
 
     @post("/v1/sandboxes/{sandbox_id:str}/renew", status_code=200, summary="Let a sandbox live so long from now")
     async def renew(scope: Scope, sandbox_id: FromPath[str], data: JSONBody[RenewRequest]) -> SandboxInfo:
@@ -263,10 +241,7 @@ def build(
 
     return Litestar(
         [
-            create,
             list_sandboxes,
-            inspect,
-            end,
             renew,
             pause,
             resume,
@@ -294,15 +269,6 @@ def build(
         request_max_body_size=MAX_JSON_BYTES,
         logging_config=None,
     )
-
-
-def _as_seen(x: Exchange, info: SandboxInfo) -> SandboxInfo:
-    """What the sandbox's own token is told: not what is watched, nor what was hit."""
-    principal = x.principal
-    if principal is None or principal.sandbox_id is None:
-        return info
-    paused = None if info.paused is None else replace(info.paused, rule="")
-    return replace(info, spec=replace(info.spec, tripwires=[]), paused=paused)
 
 
 def only(app: Litestar, x: Exchange) -> None:

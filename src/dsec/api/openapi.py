@@ -113,8 +113,6 @@ _SCHEMA_OF = {id(kind): schema for kind, schema in zip(_KINDS, _SCHEMAS, strict=
 def _complete(path: str, operation: dict[str, Any]) -> None:
     """Litestar's own: errors in the form that they really have."""
     answers = {status: answer for status, answer in operation["responses"].items() if status.startswith("2")}
-    if path == "/v1/sandboxes" and "201" in answers:  # the one of the name or key, which was there
-        answers["200"] = answers["201"]
     operation["responses"] = answers | _errors("dsec")
     if path in _PUBLIC:
         operation["security"] = []
