@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
 from edge_kit import GIB, Kit, finish, spec, until
 
+from dsec.channel.operation import GuestOperation
+from dsec.channel.socket import SocketChannel
+from dsec.edge.commands import Command
 from dsec.edge.config import EdgeConfig
 from dsec.edge.node import Edge
+from dsec.edge.recorder import Recorder
+from dsec.edge.sandbox import Sandbox
 from dsec.errors import (
     AdmissionTimeout,
     CreateFailed,
@@ -55,6 +61,29 @@ async def test_create_use_delete(kit: Kit) -> None:
         assert edge.get(info.id) == first
         assert not kit.left()
         assert edge.node().live == 0
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("argv", [[], ["echo", "hi"], ["sleep", "600"]])
+async def test_an_ended_sandbox_is_freed_at_once(kit: Kit, argv: list[str], key: str | None) -> None:
+    """Nothing of it waits for a collection of garbage, which comes after thousands of sandboxes."""
+    kinds = (Sandbox, SocketChannel, GuestOperation, Command, Recorder)
+    async with kit.edge() as edge:
+        gc.collect()
+        gc.disable()
+        try:
+            box = await make(edge)
+            if argv:
+                execution = await edge.exec(box, ExecSpec(argv=argv, key=key))
+                if argv[0] == "echo":
+                    assert (await finish(execution))[0] == b"hi\n"
+                del execution
+            await edge.delete(box)
+            await asyncio.sleep(0.01)
+            left = [each for each in gc.get_objects() if isinstance(each, kinds)]
+        finally:
+            gc.enable()
+        assert left == []
 
 
 async def test_calls_on_an_ended_sandbox_say_why(kit: Kit) -> None:

@@ -197,7 +197,7 @@ class Api:
         """Calls on one sandbox; False: not a hot one."""
         edge, method = self._edge, x.scope["method"]
         if not rest:
-            x.only("GET", "DELETE")
+            x.only("DELETE", "GET")
             await (lives.inspect if method == "GET" else lives.end)(edge, sandbox_id, x)
             return True
         if rest == "exec":
@@ -249,7 +249,7 @@ class Api:
             x.only("GET", "POST")
             await sessions.collection(self._sessions, sandbox_id, x)
         elif name and not verb:
-            x.only("GET", "DELETE")
+            x.only("DELETE", "GET")
             await sessions.one(self._sessions, sandbox_id, name, x)
         elif name and verb in sessions.VERBS:
             allowed, handler = sessions.VERBS[verb]
@@ -265,7 +265,7 @@ class Api:
         if not key:
             raise InvalidRequest("the command's key is empty")
         if not verb:
-            x.only("GET", "DELETE")
+            x.only("DELETE", "GET")
             await (exec.attach if x.scope["method"] == "GET" else exec.release)(edge, sandbox_id, key, x)
         elif verb in _COMMANDS:
             x.only("POST")

@@ -81,8 +81,10 @@ class HeldAnswer:
             self._late.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        if self.gone and kind is asyncio.CancelledError and self._task is not None:
-            self._task.uncancel()
+        task = self._task
+        self._task = self._late = self._watcher = self._timer = None  # all of them refer to this
+        if self.gone and kind is asyncio.CancelledError and task is not None:
+            task.uncancel()
             return True
         return False
 

@@ -260,15 +260,17 @@ class GuestOperation:
     def note_end(self, end: OpEnd, at: float) -> None:
         self._end = end
         self.ended_at = at
-        if self._tap is not None:
-            self._tap.ended()
+        tap, self._tap = self._tap, None  # it refers to who started the command, and so to this
+        if tap is not None:
+            tap.ended()
 
     def fail(self, error: DsecError) -> None:
         """It cannot go on here. One that ended keeps its result."""
         if self._end is None and self._error is None:
             self._error = error
-            if self._tap is not None:
-                self._tap.failed()
+            tap, self._tap = self._tap, None
+            if tap is not None:
+                tap.failed()
         self.wake()
 
     def settle(self) -> None:

@@ -209,6 +209,8 @@ class SocketChannel:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
+        for table in (self._operations, self._by_key, self._ended, self._changed):
+            table.clear()  # they refer to this: what readers don't hold is freed at once, not by a collection
 
     # --- in ----------------------------------------------------------------------------------------------------------
 

@@ -362,8 +362,7 @@ class Lives:
         return instance is not None and any(operation.end is None for operation in instance.channel.operations())
 
     def _due(self, key: Due) -> None:
-        what, sandbox_id = key
-        sandbox = self.sandboxes.get(sandbox_id)
+        what, sandbox = key[0], self.sandboxes.get(key[1])
         if what == "pump":
             self.gate.pump()
             if self.gate.queued:
@@ -428,6 +427,7 @@ class Lives:
         ended, sandbox.ended = sandbox.ended, None
         if ended is not None and not ended.done():
             ended.set_result(info_of(record))
+        sandbox.let_go()
         if not self.sandboxes:
             self.empty.set()
 

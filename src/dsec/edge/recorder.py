@@ -104,6 +104,7 @@ class Recorder:
         self.broken = True
         if self.noticed is not None:
             self.noticed()
+        self._ended, self.noticed = _nothing, None  # nobody is kept by a command that was cut off
 
     def whole_output(self) -> tuple[bytes, bytes] | None:
         """stdout and stderr; None where not all of them is kept."""
@@ -125,6 +126,10 @@ class Recorder:
             room[which] -= stream.size if inline else 0
             found[name] = stream.entry(inline, put)
         return found
+
+
+def _nothing() -> None:
+    pass
 
 
 def as_text(data: bytes) -> dict[str, str]:

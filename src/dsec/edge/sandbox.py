@@ -99,6 +99,10 @@ class Sandbox:
     def info(self, token: str | None = None) -> SandboxInfo:
         return info_of(self.record, token)
 
+    def let_go(self) -> None:
+        """It has ended: what refers back to it would keep it, and all that it had, until a collection of garbage."""
+        self.instance = self.gone = self.lost = self.commands = self.wake = None
+
     @property
     def up(self) -> bool:
         """It runs, or is paused."""
