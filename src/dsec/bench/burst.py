@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import Struct
 
-from dsec.backends.container.native import build_native
-from dsec.bench.lazy import FAR, MIB
+from dsec.bench.layers_command import MIB, layers_command, place_for
+from dsec.bench.lazy import FAR
 from dsec.bench.lazy_node import (
     STREAMS,
     LazyNode,
@@ -37,11 +35,9 @@ from dsec.bench.lazy_node import (
     overlay,
     unmounted_after,
 )
-from dsec.bench.output import say, write_result
+from dsec.bench.output import say
 from dsec.kernel import mounts
-from dsec.rollout.server import default_state, run
 from dsec.store.build import build_directory_layer
-from dsec.store.environments import EnvironmentStore
 from dsec.store.layers import LayerStore
 
 TOOLKITS = 4
@@ -71,39 +67,9 @@ class Plan(Struct, frozen=True):
 Layers = Sequence[str]
 
 
-@click.command("burst", help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--environment", default="debian", show_default=True, help="Its layers are the base.")
-@click.option("--sandboxes", type=click.IntRange(1, 10_000), default=200, show_default=True)
-@click.option("--environments", type=click.IntRange(1, 500), default=40, show_default=True)
-@click.option("--workspace-mb", type=click.IntRange(8, 1000), default=64, show_default=True)
-@click.option("--toolkit-mb", type=click.IntRange(1, 1000), default=96, show_default=True)
-@click.option("--at-once", type=click.IntRange(1, 64), default=8, show_default=True)
-@click.option("--tar-sandboxes", type=click.IntRange(1, 10_000), default=8, show_default=True)
-@click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-def _command(state: Path | None, as_json: bool, **fields: Any) -> int:
-    result = run(measure(Plan(**fields), state or default_state()), asyncio.new_event_loop)
-    write_result(result, as_json=as_json)
-    return 0
-
-
-def main(arguments: list[str]) -> int:
-    """Run with these arguments; returns the exit code."""
-    return int(_command.main(arguments, prog_name="dsec bench burst", standalone_mode=False) or 0)
-
-
 async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     """All figures, by their keys. Raises `EnvironmentNotFound`, `DsecError`."""
-    environments = EnvironmentStore(state)
-    base = [each for each in environments.get(plan.environment).layers if each != environments.runtime()]
-    with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir=state) as directory, ExitStack() as undo:
-        root = Path(directory)
-        undo.enter_context(unmounted_after(root))
-        place = undo.enter_context(Place(root, build_native(state) / "holder"))
-        own = LayerStore(place.fresh("source"))
-        for digest in base:
-            (own.root / digest).symlink_to(environments.layers.root / digest)
-        await place.publish(own, base)
+    async with place_for(plan.environment, state) as (place, own, base):
         say("making layers")
         tools = [await _made(place, own, "tools", plan.toolkit_mb, seed) for seed in range(TOOLKITS)]
         works = [
@@ -221,3 +187,17 @@ async def _checked(*words: str) -> None:
     process = await asyncio.create_subprocess_exec(*words)
     if await process.wait():
         raise OSError(f"{' '.join(words)} failed")
+
+
+main = layers_command(
+    "burst",
+    __doc__,
+    Plan,
+    measure,
+    click.option("--sandboxes", type=click.IntRange(1, 10_000), default=200, show_default=True),
+    click.option("--environments", type=click.IntRange(1, 500), default=40, show_default=True),
+    click.option("--workspace-mb", type=click.IntRange(8, 1000), default=64, show_default=True),
+    click.option("--toolkit-mb", type=click.IntRange(1, 1000), default=96, show_default=True),
+    click.option("--at-once", type=click.IntRange(1, 64), default=8, show_default=True),
+    click.option("--tar-sandboxes", type=click.IntRange(1, 10_000), default=8, show_default=True),
+)

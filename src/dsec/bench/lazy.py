@@ -14,29 +14,24 @@ import ctypes
 import os
 import random
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import Struct
 
-from dsec.backends.container.native import build_native
+from dsec.bench.layers_command import MIB, layers_command, place_for
 from dsec.bench.lazy_node import Distance, LocalNode, Place, drop_caches, overlay, start, unmounted_after
-from dsec.bench.output import say, write_result
+from dsec.bench.output import say
 from dsec.rollout import project
-from dsec.rollout.server import default_state, run
 from dsec.store.build import build_directory_layer
-from dsec.store.environments import EnvironmentStore
 from dsec.store.layers import Entry, LayerStore
 
-MIB = 1 << 20
 NEAR = Distance()
 FAR = Distance(latency_s=0.002, bytes_per_s=200e6)
-BIG_BYTES = 200 * MIB
 PYTHON = ["python3", "-c", "1"]
+COMMANDS = ("python", "tests")
 TESTS = ["python3", "-m", "unittest", "discover", "-q", "-s", "/work", "-t", "/work"]
 
 
@@ -45,6 +40,8 @@ class Plan(Struct, frozen=True):
 
     environment: str
     rounds: int
+    commands: tuple[str, ...]
+    large_mb: int
 
 
 class _Case(Struct, frozen=True):
@@ -53,43 +50,22 @@ class _Case(Struct, frozen=True):
     words: list[str]
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--environment", default="debian", show_default=True)
-@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option("--state", type=click.Path(path_type=Path), help="State directory of the server (DSEC_STATE).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-def command(state: Path | None, as_json: bool, **fields: Any) -> int:
-    result = run(measure(Plan(**fields), state or default_state()), asyncio.new_event_loop)
-    write_result(result, as_json=as_json)
-    return 0
-
-
-def main(arguments: list[str]) -> int:
-    """Run with these arguments; returns the exit code."""
-    return int(command.main(arguments, prog_name="dsec bench lazy", standalone_mode=False) or 0)
-
-
 async def measure(plan: Plan, state: Path) -> dict[str, Any]:
     """All figures, by their keys. Raises `EnvironmentNotFound`, `DsecError`."""
-    environments = EnvironmentStore(state)
-    base = [each for each in environments.get(plan.environment).layers if each != environments.runtime()]
-    with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir=state) as directory, ExitStack() as undo:
-        root = Path(directory)
-        undo.enter_context(unmounted_after(root))
-        place = undo.enter_context(Place(root, build_native(state) / "holder"))
-        own = LayerStore(root)
-        source = project.fetch(project.CACHETOOLS, state / "rollout")
-        files = project.read_files(project.CACHETOOLS, source)
-        tree = {f"work/{name}": Entry(data) for name, data in files.items()}
-        work = build_directory_layer(own, tree).digest
-        for digest in base:  # one store of layers holds all
-            (own.root / digest).symlink_to(environments.layers.root / digest)
-        await place.publish(own, [*base, work])
-        cases = [_Case("python", base, PYTHON), _Case("tests", [work, *base], TESTS)]
+    async with place_for(plan.environment, state) as (place, own, base):
+        cases = []
+        if "python" in plan.commands:
+            cases.append(_Case("python", base, PYTHON))
+        if "tests" in plan.commands:
+            source = project.fetch(project.CACHETOOLS, state / "rollout")
+            files = project.read_files(project.CACHETOOLS, source)
+            work = build_directory_layer(own, {f"work/{name}": Entry(data) for name, data in files.items()}).digest
+            await place.publish(own, [work])
+            cases.append(_Case("tests", [work, *base], TESTS))
         result: dict[str, Any] = {}
         for case in cases:
             result |= await _case(case, plan, place, LocalNode(own))
-        result |= await _reading(root, place)
+        result |= await _reading(place, plan.large_mb * MIB)
         result["rounds"] = plan.rounds
         return result
 
@@ -140,14 +116,14 @@ async def _case(case: _Case, plan: Plan, place: Place, local: LocalNode) -> dict
     }
 
 
-async def _reading(root: Path, place: Place) -> dict[str, Any]:
+async def _reading(place: Place, size: int) -> dict[str, Any]:
     """A large file of a layer that was filled: against a plain one, and read twice."""
     made = place.fresh("large")
     layers = LayerStore(made)
     (made / "tree").mkdir()
-    content = random.Random(1).randbytes(BIG_BYTES)
+    content = random.Random(1).randbytes(size)
     (made / "tree" / "large").write_bytes(content)
-    plain = root / "plain"
+    plain = made / "plain"
     plain.write_bytes(content)
     layer = build_directory_layer(layers, made / "tree").digest
     await place.publish(layers, [layer])
@@ -206,3 +182,21 @@ def _cached_bytes(path: Path) -> int:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
     return int(counts[0]) * 4096
+
+
+main = layers_command(
+    "lazy",
+    __doc__,
+    Plan,
+    measure,
+    click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True),
+    click.option(
+        "--command",
+        "commands",
+        type=click.Choice(COMMANDS),
+        multiple=True,
+        default=COMMANDS,
+        help="Only this.  [default: all]",
+    ),
+    click.option("--large-mb", type=click.IntRange(1, 10_000), default=200, show_default=True, help="The large file."),
+)
