@@ -24,7 +24,7 @@ SDK = ROOT / "src" / "dsec" / "sdk"
 TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
-    "_sync_catalog": ("_catalog",),
+    "_sync_catalog": ("_catalog", "_functions"),
     "_sync_sandbox": ("_sandbox",),
     "_sync": ("_run", "_client"),
     "_sync_groups": ("_groups",),
@@ -42,6 +42,7 @@ CLASSES = {
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
     "AsyncCatalog": "Catalog",
+    "AsyncFunction": "Function",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
     "AsyncGroup": "Group",
@@ -53,7 +54,7 @@ from __future__ import annotations
 
 '''
 _NAMES = re.compile(
-    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Run|Client|Group)\b"
+    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Function|Run|Client|Group)\b"
 )
 
 
@@ -190,6 +191,7 @@ class Writer:
             return each.arg
 
         parts = [value(each) for each in arguments.args[1:]]
+        parts += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
         parts += [f"{each.arg}={value(each)}" for each in arguments.kwonlyargs]
         if arguments.kwarg:
             parts.append(f"**{arguments.kwarg.arg}")

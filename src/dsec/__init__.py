@@ -13,6 +13,7 @@ from dsec import errors
 from dsec.errors import CallerError, DsecError, PlatformError
 from dsec.sdk._client import AsyncClient
 from dsec.sdk._command import AsyncCommand
+from dsec.sdk._functions import AsyncFunction, FunctionFailed
 from dsec.sdk._groups import AsyncGroup
 from dsec.sdk._judging import JudgeResult
 from dsec.sdk._problems import Problem
@@ -22,12 +23,14 @@ from dsec.sdk._sandbox import AsyncSandbox
 from dsec.sdk._sessions import AsyncSession
 from dsec.sdk._streams import AsyncPortStream, AsyncWatch
 from dsec.sdk._sync import Client, Run
+from dsec.sdk._sync_catalog import Function
 from dsec.sdk._sync_groups import Group
 from dsec.sdk._sync_inside import Command, PortStream, Watch
 from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._sync_sessions import Session
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
+from dsec.spec.functions import FunctionCall, FunctionLimits, FunctionResult, FunctionSpec
 from dsec.spec.grading import Grader, Verdict
 from dsec.spec.groups import Health, Service
 from dsec.spec.judging import Case, CaseVerdict, Judged, JudgeLimits, JudgeSpec
@@ -38,6 +41,7 @@ from dsec.spec.sessions import SessionInfo, SessionLog, SessionResult
 __all__ = [
     "AsyncClient",
     "AsyncCommand",
+    "AsyncFunction",
     "AsyncGroup",
     "AsyncPortStream",
     "AsyncRun",
@@ -57,6 +61,12 @@ __all__ = [
     "ExecSpec",
     "FileEvent",
     "FileInfo",
+    "Function",
+    "FunctionCall",
+    "FunctionFailed",
+    "FunctionLimits",
+    "FunctionResult",
+    "FunctionSpec",
     "Grader",
     "Group",
     "Health",

@@ -8,6 +8,7 @@ import click
 
 from dsec.cli import (
     audit,
+    calling,
     commands,
     complete,
     copy,
@@ -59,6 +60,7 @@ for _command in (
     *sim.COMMANDS,
     *grading.COMMANDS,
     *judging.COMMANDS,
+    *calling.COMMANDS,
     *complete.COMMANDS,
 ):
     cli.add_command(_command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 from dsec.errors import DsecError
 from dsec.sdk._catalog import AsyncCatalog
 from dsec.sdk._config import find_endpoint
+from dsec.sdk._functions import AsyncFunction, function_spec
 from dsec.sdk._judging import Cases, JudgeResult, OnCase, judge, judge_lines, judge_many, judge_spec
 from dsec.sdk._many import chosen, move_many, run_many
 from dsec.sdk._results import CreateResult, RunResult
@@ -20,6 +21,7 @@ from dsec.sdk._run import AsyncRun
 from dsec.sdk._sandbox import AsyncSandbox
 from dsec.sdk._transport import RETRY_S, Transport
 from dsec.spec.causes import Cause
+from dsec.spec.functions import FunctionSpec
 from dsec.spec.judging import CaseVerdict, Judged, JudgeSpec, JudgeVerdict
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
@@ -219,6 +221,16 @@ class AsyncClient:
         """
         async for result in run_many(self._transport, commands, request_timeout_s):
             yield result
+
+    def function(self, target: Callable[..., Any] | str | FunctionSpec, name: str = "", **fields: Any) -> AsyncFunction:
+        """A function to be called on the server's side, each call in a fresh, jailed process.
+
+        `target`: a function, of which its source is taken (it sees none of the names around it here); a source, with
+        the `name` in it that is called, or without one a program that each call runs; or `module:name` of the
+        environment's own. `fields` are those of `FunctionSpec`: `environment`, `imports` (modules that are there
+        already when a call begins), `language`, `files`, `take`, `limits` and so on. Raises `InvalidRequest`.
+        """
+        return AsyncFunction(self._transport, function_spec(target, name, fields))
 
     async def judge(
         self,

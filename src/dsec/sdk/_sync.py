@@ -3,7 +3,7 @@ tool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,10 +13,11 @@ from dsec.sdk._judging import Cases, JudgeResult, OnCase
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._run import AsyncRun
-from dsec.sdk._sync_catalog import Catalog
+from dsec.sdk._sync_catalog import Catalog, Function
 from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
+from dsec.spec.functions import FunctionSpec
 from dsec.spec.judging import CaseVerdict, Judged, JudgeSpec, JudgeVerdict
 from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import OnLapse, RunInfo
@@ -282,6 +283,16 @@ class Client(Wrapper):
         the loop stops nothing. Raises what is wrong with the request as a whole.
         """
         return iterate(self._async.run_many(unwrap_each(commands), request_timeout_s=request_timeout_s))
+
+    def function(self, target: Callable[..., Any] | str | FunctionSpec, name: str = "", **fields: Any) -> Function:
+        """A function to be called on the server's side, each call in a fresh, jailed process.
+
+        `target`: a function, of which its source is taken (it sees none of the names around it here); a source, with
+        the `name` in it that is called, or without one a program that each call runs; or `module:name` of the
+        environment's own. `fields` are those of `FunctionSpec`: `environment`, `imports` (modules that are there
+        already when a call begins), `language`, `files`, `take`, `limits` and so on. Raises `InvalidRequest`.
+        """
+        return Function(self._async.function(target, name, **fields))
 
     def judge(
         self,

@@ -3,11 +3,14 @@ tool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsec.sdk._catalog import AsyncCatalog, Info, OnLog, OnStep
-from dsec.sdk._portal import Wrapper, call
+from dsec.sdk._functions import AsyncFunction
+from dsec.sdk._portal import Wrapper, call, iterate
+from dsec.spec.functions import FunctionCall, FunctionResult, FunctionSpec
 from dsec.spec.network import Network
 
 
@@ -156,3 +159,46 @@ class Catalog(Wrapper):
         """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
         `NotFound`."""
         return call(self._async.export(reference, path, on_step=on_step))
+
+
+class Function(Wrapper):
+    """A function that is called in fresh, jailed processes on the server's side. Make it with `Client.function`.
+
+    Calls have no state: what one changes (globals, files, processes) no other sees.
+    """
+
+    _async: AsyncFunction
+
+    def __init__(self, inner: AsyncFunction) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    @property
+    def spec(self) -> FunctionSpec:
+        return self._async.spec
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; its value. Cancelling it ends the call. Raises `FunctionFailed` with what it raised or how it ended,
+        and as `run`."""
+        return call(self._async.remote(*args, **kwargs))
+
+    def run(
+        self, asked: FunctionCall | None = None, *, stdin: bytes = b"", files: Mapping[str, bytes] | None = None
+    ) -> FunctionResult:
+        """One call, or for a program one run with `stdin` and `files`; whatever becomes of it is in the result.
+
+        Safe to repeat: a connection that breaks is made again, and the call made again. Raises `InvalidRequest`,
+        `EnvironmentNotFound`, `Unsupported` (an import fails, a toolchain is missing)."""
+        return call(self._async.run(asked, stdin=stdin, files=files))
+
+    def map(self, *iterables: Iterable[Any]) -> Iterator[Any]:
+        """Call it with an item of each, as the built-in `map` does; yields the values in order, while later calls run.
+        Leaving the loop ends them. Raises `FunctionFailed` for the first call that fails, when it is its turn."""
+        return iterate(self._async.map(*iterables))
+
+    def run_many(
+        self, calls: Iterable[FunctionCall], *, ordered: bool = False, stop: bool = False
+    ) -> Iterator[FunctionResult]:
+        """Many calls: a result each, as they come or `ordered`. `stop`: begin no more after the first that failed.
+        Leaving the loop ends what runs. Raises as `run`."""
+        return iterate(self._async.run_many(calls, ordered=ordered, stop=stop))
