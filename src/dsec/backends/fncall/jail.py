@@ -82,8 +82,6 @@ class FunctionJail:
                 failed = await self._up
         except TimeoutError:
             failed = f"the imports did not end within {IMPORTS_S:g} s"
-        if isinstance(self.broken, CreateFailed):
-            raise self.broken
         if failed:
             raise Unsupported(
                 f"the environment can't import what the function wants: {failed.strip()[-4000:]}",
@@ -112,7 +110,8 @@ class FunctionJail:
             if not future.done():
                 future.set_exception(error)
         if not self._up.done():
-            self._up.set_result(error.message)
+            self._up.set_exception(error)
+            self._up.exception()  # where nobody waits for it, nobody has to hear of it
         for lane in self._lanes:
             lane.lost()
 
