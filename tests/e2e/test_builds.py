@@ -83,6 +83,41 @@ ENTRYPOINT ["/bin/tool"]
 """
 
 
+def mounting(count: str) -> str:
+    return f"""\
+FROM debian AS tools
+RUN echo tool > /tool && mkdir -p /kit/deep && echo kit > /kit/deep/file && ln -s /var/hidden /links
+FROM debian
+RUN mkdir -p /var/hidden && echo below > /var/hidden/below && echo kept > /kept && ln -s /var/hidden /link
+WORKDIR /w
+RUN --mount=type=cache,target=/link,id=things \\
+    --mount=type=bind,from=tools,source=/tool,target=/usr/bin/tool \\
+    --mount=from=tools,source=/kit,target=kit,ro \\
+    --mount=type=bind,source=src,target=/src \\
+    --mount=type=tmpfs,target=/scratch \\
+    set -e; test ! -e /var/hidden/below; test "$(cat /usr/bin/tool kit/deep/file)" = "$(printf 'tool\\nkit')"; \\
+    test "$(cat /src/a.txt)" = ours; \\
+    echo secret > /scratch/trace; echo gone > kit/gone; rm -f /link/stale; ls /link > /seen; \\
+    echo {count} > /link/{count}; echo x > /link/stale; ln -s /etc /link/way; rm /link/way; rm /kept; touch /made
+"""
+
+
+def test_mounts_are_seen_by_a_command_and_by_nothing_else(client: Client, tmp_path: Path) -> None:
+    for count, seen in (("one", []), ("two", ["one"]), ("three", ["one", "two"])):
+        files = {"src__a.txt": "ours", "src__b.txt": "theirs"}
+        client.catalog.build_dockerfile(context(tmp_path, mounting(count), **files), "mounted")
+        with client.create("mounted") as box:
+            assert box.commands.run("cat /seen").stdout.split() == seen
+            found = box.commands.run(
+                "ls -d /made /kept /tool /usr/bin/tool /w/kit /src/* /scratch/* /var/hidden/* /link 2>/dev/null"
+            )
+            assert found.stdout.split() == ["/link", "/made", "/var/hidden/below"]
+    other = context(tmp_path, "FROM debian\nRUN --mount=type=cache,target=/c,id=things ls /c > /seen\n")
+    client.catalog.build_dockerfile(other, "mounted")
+    with client.create("mounted") as box:
+        assert box.commands.run("cat /seen").stdout.split() == ["one", "stale", "three", "two"]
+
+
 def test_a_dockerfile_becomes_an_environment(client: Client, tmp_path: Path) -> None:
     top = context(tmp_path, DOCKERFILE, src__a="1", src__skipped__b="2", _dockerignore="")
     (top / "src" / "tool.sh").write_text("#!/bin/sh\necho tool\n")
@@ -146,7 +181,16 @@ def test_the_command_line_builds(server: Server, tmp_path: Path) -> None:
         ("FROM debian\nCOPY absolute /", InvalidRequest, "line 2: COPY: there is no 'absolute'"),
         ("FROM debian\nCOPY --chown=stranger f /", InvalidRequest, "the image has no user 'stranger'"),
         ("FROM debian\nADD https://example.com/x /", Unsupported, "line 2: ADD of 'https://example.com/x'"),
-        ("FROM debian\nRUN --mount=type=cache,target=/x true", Unsupported, "line 2: RUN --mount is not supported"),
+        ("FROM debian\nRUN --mount=type=secret,id=x cat /x", Unsupported, "line 2: RUN --mount=type=secret is not"),
+        ("FROM debian\nRUN --mount=type=ssh true", Unsupported, "line 2: RUN --mount=type=ssh is not supported"),
+        ("FROM debian\nRUN --mount=type=cache,target=/x,size=1 true", Unsupported, "type=cache,size is not supported"),
+        ("FROM debian\nRUN --mount=type=cache true", InvalidRequest, "line 2: RUN --mount: it has no target"),
+        (
+            "FROM debian\nRUN --mount=target=/x,source=../x true",
+            InvalidRequest,
+            "line 2: RUN --mount: '../x' leads out of",
+        ),
+        ("FROM debian\nRUN --mount=type=tmpfs,target=/ true", InvalidRequest, "line 2: RUN: nothing can be mounted"),
         ("FROM absent\n", InvalidRequest, "line 1: 'absent' doesn't say which registry"),
         ("FROM debian\nENV A=${A", InvalidRequest, "line 2: a ${ is not closed"),
         ("FROM debian\nRUN echo last words; exit 7", BuildFailed, "line 2: RUN echo last words; exit 7: it ended"),

@@ -21,8 +21,10 @@ from dsec.builder.memory import NOTHING, Memory, key_of
 from dsec.errors import InvalidRequest
 from dsec.recipe.ignore import Ignored
 from dsec.store.archive import place_entries, read_layer
+from dsec.store.data import LayerData
+from dsec.store.directory import DirectoryReader
 from dsec.store.layers import LayerStore
-from dsec.store.tree import walk
+from dsec.store.tree import Node, directory, walk
 
 IMAGE = (
     ("etc/passwd", b"root:x:0:0::/root:/bin/sh\nworker:x:70:71::/:\n"),
@@ -213,3 +215,38 @@ def test_memory(store: LayerStore) -> None:
     memory.tidy()
     assert memory.recall(key) is None
     assert memory.recall(key_of("y")) == NOTHING
+
+
+def test_a_path_leads_where_links_of_the_tree_lead() -> None:
+    top = directory()
+    top.children[b"usr"] = directory()
+    top.children[b"lib"] = Node(stat.S_IFLNK | 0o777, target=b"usr/lib")
+    top.children[b"up"] = Node(stat.S_IFLNK | 0o777, target=b"/../x")
+    top.children[b"circle"] = Node(stat.S_IFLNK | 0o777, target=b"circle")
+    files = Files(top, lambda _: None)
+    assert files.real(b"/lib/./new//deep/") == b"usr/lib/new/deep"
+    assert files.real(b"/usr/absent/../other") == b"usr/other"
+    assert files.real(b"/") == b""
+    for path in (b"/up", b"/..", b"/circle/x"):
+        with pytest.raises(ValueError, match=r"leads out|circle"):
+            files.real(path)
+
+
+def test_what_is_read_below_a_path_is_never_behind_a_link(tmp_path: Path) -> None:
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    (outside / "b").mkdir(parents=True)
+    (outside / "b" / "secret").write_text("secret")
+    (top / "a" / "b").mkdir(parents=True)
+    (top / "a" / "b" / "f").write_text("ours")
+    (top / "a" / "g").write_text("g")
+    (top / "way").symlink_to(outside)
+    (top / "a" / "back").symlink_to(outside / "b")
+    with open(tmp_path / "data", "x+b") as file:
+        reader = DirectoryReader(LayerData(file))
+        for path in (b"way/b", b"a/back", b"a/g", b"a/g/x", b"absent/b", b".."):
+            assert reader.read_below(top, path) is None
+        below = reader.read_below(top, b"a/b")
+        assert below is not None
+        assert list(below.children) == [b"f"]
+        rest = reader.read(top, without={b"a/b", b"way"})
+        assert [path for path, _ in walk(rest)] == [b"", b"a", b"a/back", b"a/g"]

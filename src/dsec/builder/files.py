@@ -99,6 +99,31 @@ class Files:
             trail.append(node)
         return trail[-1]
 
+    def real(self, path: bytes) -> bytes:
+        """Where a path leads: links of what is there followed, the rest as it is; no `/` at the ends. Raises as
+        `find`."""
+        parts = [part for part in path.split(b"/") if part not in (b"", b".")]
+        names: list[bytes] = []
+        hops = 0
+        while parts:
+            part = parts.pop(0)
+            if part == b"..":
+                if not names:
+                    raise ValueError("it leads out")
+                names.pop()
+                continue
+            node = self.find(b"/".join((*names, part)), follow=False)
+            if node is not None and node.is_link:
+                hops += 1
+                if hops > HOPS:
+                    raise ValueError("its links go in a circle")
+                if node.target.startswith(b"/"):
+                    names = []
+                parts = [each for each in node.target.split(b"/") if each not in (b"", b".")] + parts
+                continue
+            names.append(part)
+        return b"/".join(names)
+
 
 def load_archive(path: Path, data: BinaryIO) -> Files:
     """The files of a tar archive, which may be compressed; contents go to `data`. Blocks. Raises `InvalidRequest`,

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from dsec.builder.copying import ROOT, Copy, Owner, find_sources, owner_of, text_source
 from dsec.builder.files import Files
+from dsec.builder.mounting import Mounted
 from dsec.builder.workshop import DEFAULT_SHELL, Stage, Workshop, joined
 from dsec.errors import BuildFailed, InvalidRequest, Unsupported
 from dsec.recipe import words
@@ -27,6 +28,7 @@ from dsec.recipe.dockerfile import (
     refuse,
 )
 from dsec.recipe.dockerfile import Stage as Written
+from dsec.recipe.mounts import parse_mount
 from dsec.store.image import Platform
 
 MAX_ENV_BYTES = 128 << 10
@@ -104,6 +106,8 @@ class Interpreter:
             stage = self._dockerfile.stages[number]
             names = [self._expanded(stage.line, stage.base, self._globals)]
             names += [each.flags["from"][0] for each in stage.instructions if "from" in each.flags]
+            mounts = [(text, each.line) for each in stage.instructions for text in each.flags.get("mount", [])]
+            names += filter(None, (parse_mount(text, line).origin for text, line in mounts))
             for position, name in enumerate(names):
                 earlier = self._earlier(name, number)
                 if earlier is None and position and name.isdigit() and int(name) < number:
@@ -210,10 +214,34 @@ class Interpreter:
             )
         argv = each.argv or [*stage.shell, _script(each)]
         title = f"Dockerfile line {each.line}: RUN {each.text}"[:300]
+        mounts = [await self._mounted(stage, each, text) for text in each.flags.get("mount", [])]
         try:
-            await self._workshop.run(stage, argv, title, env=stage.arguments, network=network == "default")
+            await self._workshop.run(
+                stage, argv, title, env=stage.arguments, network=network == "default", mounts=mounts
+            )
         except BuildFailed as error:
             raise BuildFailed(error.message, remedy=error.remedy, line=each.line, **error.details) from error
+        except InvalidRequest as error:
+            raise refuse(each.line, f"RUN: {error.message}", error.remedy) from error
+
+    async def _mounted(self, stage: Stage, each: Instruction, text: str) -> Mounted:
+        mount = parse_mount(
+            text, each.line, lambda value: self._expanded(each.line, value, stage.variables, each.escape)
+        )
+        target = joined(stage.config.workdir, mount.target).encode(errors="surrogateescape")
+        if mount.kind == "tmpfs":
+            return Mounted(target, owner=ROOT, mode=0o1777)
+        if mount.kind == "cache":
+            mode = 0o755 if mount.mode is None else mount.mode
+            return Mounted(
+                target, owner=Owner(mount.uid, mount.gid), mode=mode, cache=mount.id or target.decode("latin-1")
+            )
+        origin, stays = await self._origin(each.line, mount.origin)
+        try:
+            (source,) = await asyncio.to_thread(find_sources, origin, [mount.source or "/"])
+        except ValueError as error:
+            raise refuse(each.line, f"RUN --mount: {error}") from None
+        return Mounted(target, origin, source.node, None if stays else ROOT)
 
     async def _copy(self, stage: Stage, each: Instruction) -> None:
         variables = stage.variables
@@ -230,7 +258,8 @@ class Interpreter:
                 remedy="Fetch it in a RUN, with a permission that the build names.",
                 line=each.line,
             )
-        origin, stays = await self._origin(stage, each)
+        name = each.flags.get("from", [""])[0]
+        origin, stays = await self._origin(each.line, self._expanded(each.line, name, stage.variables))
         view = await self._workshop.view(stage)
         try:
             sources = await asyncio.to_thread(find_sources, origin, patterns)
@@ -262,16 +291,15 @@ class Interpreter:
             message = error.message if isinstance(error, InvalidRequest) else str(error)
             raise refuse(each.line, f"{each.name}: {message}") from error
 
-    async def _origin(self, stage: Stage, each: Instruction) -> tuple[Files, bool]:
-        """Where a COPY takes its files from, and whether they stay their owners'."""
-        name = each.flags.get("from", [""])[0]
+    async def _origin(self, line: int, name: str) -> tuple[Files, bool]:
+        """Where a COPY or a mount takes its files from, and whether they stay their owners'. `name`: of a stage or an
+        image; empty: the context."""
         if not name:
             return self._context, False
-        name = self._expanded(each.line, name, stage.variables)
         number = next((n for n in self._done if self._dockerfile.stages[n].name == name.lower()), None)
         if number is None and name.isdigit() and int(name) in self._done:
             number = int(name)
-        source = self._done[number] if number is not None else await self._at(each.line, self._workshop.base, name)
+        source = self._done[number] if number is not None else await self._at(line, self._workshop.base, name)
         return (await self._workshop.view(source)).files, True
 
     def _owner(self, each: Instruction, variables: Mapping[str, str], image: Files, *, stays: bool) -> Owner | None:

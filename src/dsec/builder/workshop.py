@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from dsec.builder.copying import ROOT, Copy, Entries, Owner, Source
 from dsec.builder.files import Files, Layers
 from dsec.builder.memory import NOTHING, Memory, key_of
+from dsec.builder.mounting import CACHE, Mounted, Mounts
 from dsec.edge.client import Created, EdgeClient, Execution
 from dsec.errors import BuildFailed, DsecError, EnvironmentNotFound, InvalidRequest, NotFound, OutcomeUnknown
 from dsec.spec.network import Network
@@ -187,15 +188,17 @@ class Workshop:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         network: bool = True,
+        mounts: Sequence[Mounted] = (),
         fresh: bool = False,
     ) -> None:
         """Run a command on top of the stage, and put what it changed there. `env`: variables of this command alone.
-        Raises `BuildFailed`, `PlatformError`."""
+        Raises `BuildFailed`, `InvalidRequest` for mounts that can't be, `PlatformError`."""
         config = stage.config
         variables = {"PATH": PATH} | dict(env or {}) | config.env
         user, workdir = user or config.user or "root", config.workdir or "/"
         granted: Network = self._network if network else {}
-        key = key_of(self.project, "run", stage.layers, list(argv), variables, user, workdir, granted)
+        seen = await asyncio.to_thread(_seen, mounts)
+        key = key_of(self.project, "run", stage.layers, list(argv), variables, user, workdir, granted, *seen)
         known = None if fresh or self.fresh else self._memory.recall(key)
         if known is None:
             await self.directory(stage, workdir)
@@ -209,17 +212,34 @@ class Workshop:
                 command_timeout_s=self._limits.step_timeout_s,
                 output_bytes=self._limits.output_bytes,
             )
-            known = await self._run(stage, spec, title, granted)
+            known = await self._run(stage, spec, title, granted, await self._mounts(stage, mounts))
             self._memory.keep(key, known)
         else:
             self.say("  as before")
         await self._push(stage, known)
 
-    async def _run(self, stage: Stage, spec: ExecSpec, title: str, network: Network) -> str:
+    async def _mounts(self, stage: Stage, wanted: Sequence[Mounted]) -> Mounts | None:
+        if not wanted:
+            return None
+        mounts = []
+        for each in wanted:
+            cached = self._memory.recall(key_of(self.project, "cache", each.cache)) if each.cache else None
+            if cached is None:
+                mounts.append(each)
+                continue
+            view = Layers(self._store)
+            self._views.append(view)
+            await asyncio.to_thread(view.push, cached)
+            mounts.append(each._replace(files=view.files, source=view.files.find(CACHE), cached=cached))
+        image = (await self.view(stage)).files
+        return await asyncio.to_thread(Mounts, self._store, image, mounts)
+
+    async def _run(self, stage: Stage, spec: ExecSpec, title: str, network: Network, mounts: Mounts | None) -> str:
         limits = self._limits
+        layers = [*([await asyncio.to_thread(mounts.layer)] if mounts else ()), *stage.layers]
         wanted = SandboxSpec(
             environment=SCRATCH,
-            layers=list(stage.layers),
+            layers=layers,
             cpus=limits.cpus,
             memory_bytes=limits.memory_bytes,
             disk_bytes=limits.disk_bytes,
@@ -230,7 +250,7 @@ class Workshop:
             labels={LABEL: "1"},
             network=network or None,
         )
-        with self._service.environments.lending(self.project, stage.layers):
+        with self._service.environments.lending(self.project, layers):
             creating = asyncio.ensure_future(self._edge.create(wanted, project=self.project))
             try:
                 created = await asyncio.shield(creating)
@@ -240,7 +260,7 @@ class Workshop:
         sandbox = created.sandbox.id
         try:
             await self._command(sandbox, spec, title)
-            return await asyncio.to_thread(self._keep, sandbox, title)
+            return await asyncio.to_thread(self._keep, sandbox, title, mounts)
         finally:
             await asyncio.shield(asyncio.ensure_future(self._end(sandbox)))
 
@@ -291,11 +311,14 @@ class Workshop:
             await events.aclose()  # type: ignore[attr-defined]
         raise OutcomeUnknown("the command's end was never told")
 
-    def _keep(self, sandbox: str, title: str) -> str:
-        """The layer of what a sandbox changed, in which nothing runs."""
+    def _keep(self, sandbox: str, title: str, mounts: Mounts | None) -> str:
+        """The layer of what a sandbox changed, in which nothing runs; what it changed in caches is kept there."""
         upper, id_base = self._written(sandbox)
+        for cache, layer in mounts.keep(upper, id_base) if mounts else ():
+            self._memory.keep(key_of(self.project, "cache", cache), layer)
         with self._store.making(Budget()) as maker:
-            top = DirectoryReader(maker.data, id_base=id_base).read(upper)
+            without = mounts.targets if mounts else ()
+            top = DirectoryReader(maker.data, id_base=id_base).read(upper, without=without)
             for _, node in walk(top):
                 for name in [n for n, child in node.children.items() if stat.S_ISSOCK(child.mode)]:
                     del node.children[name]
@@ -381,6 +404,20 @@ class Workshop:
 
 
 _ending: set[asyncio.Task[None]] = set()
+
+
+def _seen(mounts: Sequence[Mounted]) -> list[list[object]]:
+    """What a step's outcome depends on; the content of a cache isn't part of it."""
+    return [
+        [
+            each.target.hex(),
+            each.files.digest(each.source) if each.files is not None and each.source is not None else "",
+            each.owner,
+            each.mode,
+            each.cache,
+        ]
+        for each in mounts
+    ]
 
 
 def _odd(status: ExecStatus) -> bool:

@@ -25,7 +25,7 @@ KNOWN = frozenset(
 ) | NOTED  # fmt: skip
 _FLAGS = {
     "FROM": {"platform"},
-    "RUN": {"network"},
+    "RUN": {"network", "mount"},
     "COPY": {"from", "chown", "chmod", "link", "exclude"},
     "ADD": {"chown", "chmod", "link", "exclude"},
     "HEALTHCHECK": {"interval", "timeout", "start-period", "start-interval", "retries"},
@@ -198,7 +198,7 @@ def _instruction(joined: str, line: int, escape: str) -> Instruction:
         flags.setdefault(match[1], []).append(match[2] or "")
         text = text[match.end() :]
     for flag, values in flags.items():
-        if len(values) > 1 and flag != "exclude":
+        if len(values) > 1 and flag not in ("exclude", "mount"):
             raise refuse(line, f"{name} --{flag} is said twice")
     if not text:
         raise refuse(line, f"{name} says nothing")

@@ -7,11 +7,12 @@ follows no link, so nothing outside is ever read.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -77,19 +78,43 @@ class DirectoryReader:
         self._id_base = id_base
         self._links: dict[tuple[int, int], Node] = {}
 
-    def read(self, top: Path) -> Node:
-        """Raises `InvalidRequest`, `TooLarge`, OSError."""
+    def read(self, top: Path, *, without: Collection[bytes] = ()) -> Node:
+        """`without`: paths that stay out, with all that is below them. Raises `InvalidRequest`, `TooLarge`, OSError."""
+        return self._read(os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), without)
+
+    def read_below(self, top: Path, path: bytes) -> Node | None:
+        """The directory at a path below `top`; None where there is none, or a link on the way. Raises as `read`."""
+        if b".." in path.split(b"/"):
+            return None
         fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in path.split(b"/"):
+            try:
+                below = os.open(part, _DIRECTORY, dir_fd=fd)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    return None
+                raise
+            finally:
+                os.close(fd)
+            fd = below
+        return self._read(fd, ())
+
+    def _read(self, fd: int, without: Collection[bytes]) -> Node:
         open_fds = [fd]
         try:
             root = self._node(os.fstat(fd), f"/proc/self/fd/{fd}/.")
-            levels = [(root, _names(fd))]
+            levels = [(root, _names(fd), b"")]
             while levels:
-                parent, names = levels[-1]
+                parent, names, prefix = levels[-1]
                 name = next(names, None)
                 if name is None:
                     levels.pop()
                     os.close(open_fds.pop())
+                    continue
+                path = prefix + os.fsencode(name)
+                if path in without:
                     continue
                 node, child = self._entry(open_fds[-1], name)
                 parent.children[os.fsencode(name)] = node
@@ -97,11 +122,11 @@ class DirectoryReader:
                     open_fds.append(child)
                     if len(open_fds) > MAX_DEPTH:
                         raise InvalidRequest(f"the directory is more than {MAX_DEPTH} levels deep")
-                    levels.append((node, _names(child)))
+                    levels.append((node, _names(child), path + b"/"))
             return root
         finally:
-            for fd in open_fds:
-                os.close(fd)
+            for each in open_fds:
+                os.close(each)
 
     def _entry(self, parent: int, name: str) -> tuple[Node, int]:
         """The entry, and its descriptor where it is a directory."""
