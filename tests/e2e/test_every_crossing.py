@@ -94,8 +94,9 @@ async def disturbed(server: DyingServer, at: int) -> bool:
     server.kill()
     server.at = at
     await asyncio.to_thread(server.start)
-    server.counts.write_bytes(b"")
     async with server.client() as client:
+        await client.list()  # a client that has reached a server waits for the next one
+        server.counts.write_bytes(b"")
         living = asyncio.create_task(life(client))
         while not living.done() and server.process is not None and server.process.poll() is None:
             await asyncio.wait([living], timeout=0.01)

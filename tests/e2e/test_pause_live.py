@@ -25,7 +25,7 @@ HOLDER = "x = bytearray(b'some words that compress ' * 2_000_000); print('held',
 @pytest.fixture(scope="module")
 def server(debian_module_state: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSEC_ZRAM_BYTES", str(128 << 20))
+        patch.setenv("DSEC_ZRAM_BYTES", str(24 << 20))
         with serving(debian_module_state) as server:
             yield server
     assert not [name for name in zram.swaps() if name.startswith("/dev/zram")] or _others()
@@ -115,6 +115,43 @@ async def test_an_upload_waits_and_loses_nothing(client: AsyncClient) -> None:
     await upload
     data = await box.files.read_bytes("/tmp/big")
     assert data == b"".join(bytes([number]) * (256 << 10) for number in range(64))
+
+
+async def test_where_swap_is_full_memory_stays_and_nothing_is_lost(client: AsyncClient) -> None:
+    """More of what doesn't compress than compressed swap may take."""
+    box = await client.create(SMALL)
+    program = (
+        "import hashlib, os; x = os.urandom(40 << 20); print(hashlib.sha256(x).hexdigest(), flush=True); input();"
+        "print(hashlib.sha256(x).hexdigest())"
+    )
+    held = await box.commands.start(["python3", "-c", program], stdin=True)
+    async for chunk in held:
+        digest = chunk.text.strip()
+        break
+    for _ in range(2):
+        await box.pause()
+        await event(box, "paged_out")
+        await box.resume()
+    await held.write_stdin("\n")
+    assert (await held.wait()).stdout.split()[-1] == digest
+
+
+async def test_pauses_resumes_and_requests_all_at_once(client: AsyncClient) -> None:
+    """Whatever the order in which they come, every request is answered and the sandbox is what was said of it last."""
+    box = await client.create(SMALL)
+
+    async def ask(number: int) -> None:
+        assert (await box.commands.run(["echo", str(number)])).stdout == f"{number}\n"
+
+    for _ in range(4):
+        calls = [call for number in range(6) for call in (box.pause(), ask(number), box.pause(), box.resume())]
+        await asyncio.gather(*calls)
+    await asyncio.gather(*(box.pause() for _ in range(5)))
+    assert (await box.refresh()).state is State.PAUSED
+    moves = [each.type async for each in box.events() if each.type in ("paused", "resumed")]
+    assert moves == ["paused", "resumed"] * (len(moves) // 2) + ["paused"]
+    await asyncio.gather(*(box.resume() for _ in range(5)))
+    await ask(7)
 
 
 async def test_all_of_a_run_at_once(client: AsyncClient) -> None:

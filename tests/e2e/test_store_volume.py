@@ -196,6 +196,35 @@ def test_plain_directories_work_without_a_limit(tmp_path: Path) -> None:
     assert not any((tmp_path / "sandboxes").iterdir())
 
 
+def test_a_capture_on_a_full_volume_is_whole_or_refused(dirs: tuple[Path, Path]) -> None:
+    volume = opened(dirs)
+    upper, _ = map(Path, volume.make("a", 1 << 40, BASE))
+    (upper / "first").write_bytes(b"1" * MIB)
+    fill(upper / "big")
+    for number in range(3):
+        try:
+            volume.capture("a", f"c{number}")
+        except Unavailable:
+            assert not volume.capture_path(f"c{number}").exists(), "nothing is left of one that failed"
+        else:
+            kept = volume.capture_path(f"c{number}") / "upper"
+            assert (kept / "first").read_bytes() == b"1" * MIB
+            assert (kept / "big").stat().st_size == (upper / "big").stat().st_size
+            volume.drop_capture(f"c{number}")
+    assert not any((volume.root / "captures").iterdir())
+    (upper / "big").unlink()
+    eventually(lambda: _writes(upper / "again"))
+    volume.close(keep=False)
+
+
+def _writes(path: Path) -> bool:
+    try:
+        path.write_bytes(b"2" * MIB)
+    except OSError:
+        return False
+    return True
+
+
 def test_a_full_volume_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     syscalls.mount("none", tmp_path, "tmpfs", 0, "nr_inodes=6")
     try:

@@ -75,6 +75,20 @@ async def test_renewals_keep_it_and_the_last_word_counts(kit: Kit, clock: FakeCl
         assert edge.get(sandbox_id).state is State.PAUSED
 
 
+async def test_a_clock_that_jumps_lapses_nothing(kit: Kit, clock: FakeClock) -> None:
+    async with kit.edge() as edge:
+        edge.open_run("p", asked())
+        mine = await make(edge, run="r")
+        for jump in (1e6, -2e6):
+            clock.jump(jump)
+            await clock.advance(4)
+            await asyncio.sleep(0.01)
+            assert edge.get(mine).state is State.RUNNING
+            assert not edge.renew_run("p", "r", 1).lapsed
+        await clock.advance(11)
+        await until(lambda: edge.get(mine).state is State.PAUSED)
+
+
 async def test_an_older_epoch_is_fenced_off(kit: Kit) -> None:
     async with kit.edge() as edge:
         assert edge.open_run("p", asked()).epoch == 1
