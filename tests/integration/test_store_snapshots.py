@@ -125,7 +125,8 @@ def test_scrubbing_cannot_be_tricked(service: LayerService, tmp_path: Path) -> N
     log = tree.children[b"var"].children[b"log"]
     assert (log.is_link, log.target) == (True, b"../work"), "a link is a link, whatever it leads to"
     assert b"host" not in service.layers.files(made.layer).image.read_bytes()
-    assert {"/tmp/out", "/root/.bash_history", "/root/.ash_history"} <= set(made.removed_paths)
+    gone = {path.rpartition("/")[2] for path in made.removed_paths}
+    assert {"out", ".bash_history", ".ash_history", "deep", "fifo", ".y_history", "c"} == gone
 
 
 def test_ids_and_marks_of_the_host_do_not_leak(service: LayerService, tmp_path: Path) -> None:

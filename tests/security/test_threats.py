@@ -38,6 +38,7 @@ def test_every_attack_is_in_the_document() -> None:
         "test_files.py",
         "test_terminals.py",
         "test_network.py",
+        "test_state.py",
         "test_gateways.py",
         "test_judging.py",
     ):
