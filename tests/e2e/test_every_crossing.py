@@ -21,7 +21,7 @@ import pytest
 from dsec import AsyncClient
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.spec.trajectory import EntryType, verify
-from server_kit import Server, end
+from server_kit import PATIENCE_S, Server, end
 
 pytestmark = pytest.mark.root
 
@@ -94,7 +94,8 @@ async def disturbed(server: DyingServer, at: int) -> bool:
     server.kill()
     server.at = at
     await asyncio.to_thread(server.start)
-    async with server.client() as client:
+    endpoint = server.endpoint()
+    async with AsyncClient(endpoint.url, endpoint.api_key, retry_s=PATIENCE_S) as client:
         await client.list()  # a client that has reached a server waits for the next one
         server.counts.write_bytes(b"")
         living = asyncio.create_task(life(client))
