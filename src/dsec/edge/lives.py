@@ -226,7 +226,8 @@ class Lives:
         sandbox.record = replace(
             sandbox.record, state=next_state(before, event), cause=cause, message=message, paused=None
         )
-        self._settle_ready(sandbox, ended_error(sandbox.record))
+        if sandbox.ready is not None:
+            self._settle_ready(sandbox, ended_error(sandbox.record))
         sandbox.ending_at = self._clock.monotonic()
         if sandbox.ending is not None:
             sandbox.ending.set()

@@ -367,17 +367,16 @@ class Slot:
                 b"populated 0" not in events
                 or b"frozen 1" in events
                 or not self._without_groups()
-                or int(self._pread("pids", "pids.current"))
                 or os.listxattr(self.v2) != [_XATTR]
             ):
                 return False
             now = self._counters()
-            if now.memory_bytes > self._residue():
+            if now.pids or now.memory_bytes > self._residue():
                 return False
             peak = now.memory_peak_bytes
             if "memory" in self.root.v1:
                 os.pwrite(self._fd("memory", "memory.max_usage_in_bytes", os.O_RDWR), b"0", 0)
-                peak = self._number("memory.max_usage_in_bytes")
+                peak = now.memory_bytes  # as the kernel sets it, give or take a page
             # Only in memory: until `assign` keeps it, the directory names the sandbox that is gone.
             self.note = Note(self.note.shape, baseline=msgspec.structs.replace(now, memory_peak_bytes=peak))
         except FileNotFoundError:

@@ -197,7 +197,12 @@ class Volume:
 
     def drop_capture(self, name: str) -> None:
         """Idempotent."""
-        self._remove(self.root / "captures", name)
+        parent = self.root / "captures"
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._remove(fd, parent, name)
+        finally:
+            os.close(fd)
 
     def _copy(self, source: Path, target: Path) -> None:
         if self._quotas is None:
@@ -250,11 +255,11 @@ class Volume:
     def remove(self, sandbox_id: str) -> None:
         """Remove everything a sandbox wrote. Its space comes back in the background. Idempotent."""
         self._ids.pop(sandbox_id, None)
-        self._remove(self._sandboxes, sandbox_id)
+        self._remove(self._fd, self._sandboxes, sandbox_id)
 
-    def _remove(self, parent: Path, name: str) -> None:
+    def _remove(self, fd: int, parent: Path, name: str) -> None:
+        """`fd`: `parent`, open."""
         if self._quotas is not None:
-            fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 btrfs.destroy_subvolume(fd, name)
                 return
@@ -262,8 +267,6 @@ class Volume:
                 if error.errno == errno.ENOENT:
                     return
                 log.warning("%s: it is deleted file by file", error.strerror)
-            finally:
-                os.close(fd)
         self._discard(parent / name)
 
     def list(self) -> set[str]:
