@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import logging
 import os
@@ -55,7 +54,7 @@ from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
-from dsec.kernel import zram
+from dsec.kernel import heap, zram
 from dsec.kernel.census import instance_of
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding, probe_host
@@ -443,10 +442,9 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
         try:
             await _write_client(config, edge, server.url)
             ready = True
-            gc.freeze()  # what is there now stays
-            gc.set_threshold(50_000, 20, 50)  # requests leave few cycles behind, and sandboxes are many objects to walk
+            heap.settle()
             log.info("serving at %s, state in %s", server.url, config.state)
-            await stop.wait()
+            await heap.tidy_until(stop)
         finally:
             await server.stop()
             await builds.close()
