@@ -83,6 +83,29 @@ class _Reader:
 class GuestOperation:
     """`ports.Operation` over a `SocketChannel`. Made by the channel only."""
 
+    __slots__ = (
+        "_end",
+        "_error",
+        "_key",
+        "_link",
+        "_op",
+        "_pid",
+        "_readers",
+        "_released",
+        "_spool",
+        "_stdin_sent",
+        "_stdin_turn",
+        "_streams",
+        "_tap",
+        "_waiters",
+        "ended_at",
+        "kind",
+        "orphan",
+        "pty",
+        "started_at",
+        "was_read",
+    )
+
     def __init__(
         self,
         link: Link,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 _NAME = re.compile(r"([1-9][0-9]{0,18})\.(out|err)")
 _SUFFIXES = ("out", "err")
+_NONE_OPEN = [-1, -1]
 
 
 class OpSpool:
@@ -59,6 +60,8 @@ class OpSpool:
 
     def close(self) -> None:
         """Let go of the descriptors; `read` opens them again."""
+        if self._fds == _NONE_OPEN:
+            return
         for stream in (0, 1):
             if self._fds[stream] >= 0:
                 os.close(self._fds[stream])

@@ -19,7 +19,7 @@ from dsec.edge.quick import QuickCommand, at_once
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recorder import Recorder
 from dsec.edge.recording import Recording
-from dsec.edge.requests import HALF_KEY, check, guest_key_of, hash_of, request_of
+from dsec.edge.requests import HALF_KEY, Environ, check, environ_of, guest_key_of, hash_of, request_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
 from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
@@ -160,7 +160,7 @@ class Commands:
             if ended is not None:
                 if ended.starting is not None:
                     return None
-                at_once(self.release(sandbox, key))
+                at_once(self._release(sandbox, ended))
         check(spec)
         guest_key = guest_key_of(spec)
         if guest_key[:HALF_KEY] in self._table(sandbox):
@@ -175,7 +175,8 @@ class Commands:
         self, sandbox: Sandbox, spec: ExecSpec, guest_key: bytes | None, patient: bool
     ) -> tuple[Command, OpRequest]:
         """A new command, on record, and what is to be asked of the guest."""
-        request, asked = request_of(sandbox.record.spec, spec, guest_key, sandbox.network_env, patient=patient)
+        environ = self._environ(sandbox, spec)
+        request, asked = request_of(sandbox.record.spec, spec, guest_key, environ, patient=patient)
         command = Command(spec.key or "", guest_key, asked, self._usage(sandbox, fresh_s=_USAGE_FRESH_S))
         command.began = sandbox.active_at = self._clock.monotonic()
         self.recording.begins(sandbox, command, spec)
@@ -272,6 +273,10 @@ class Commands:
             return
         if command.starting is not None:
             await asyncio.wait([command.starting])
+        await self._release(sandbox, command)
+
+    async def _release(self, sandbox: Sandbox, command: Command) -> None:
+        """One that isn't about to start; in one step."""
         self._drop(sandbox, command)
         if command.operation is not None:
             if command.operation.end is None:
@@ -341,6 +346,14 @@ class Commands:
         return ended_error(sandbox.record) if ending else error
 
     # --- inside ---
+
+    def _environ(self, sandbox: Sandbox, spec: ExecSpec) -> Environ:
+        if spec.env or spec.user is not None:
+            return environ_of(sandbox.record.spec, spec, sandbox.network_env)
+        found = sandbox.environ
+        if found is None or found.sandbox is not sandbox.record.spec or found.network_env is not sandbox.network_env:
+            found = sandbox.environ = environ_of(sandbox.record.spec, spec, sandbox.network_env)
+        return found
 
     def _table(self, sandbox: Sandbox) -> dict[bytes | int, Command]:
         if sandbox.commands is None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from dsec.errors import DsecError
 from dsec.spec.trajectory import INLINE_BYTES
 
 
@@ -69,8 +71,9 @@ class Recorder:
 
     __slots__ = ("_ended", "_keep", "_streams", "broken", "noticed", "output_bytes")
 
-    def __init__(self, keep: int, ended: Callable[[], None]) -> None:
-        """`ended` is called at its end, before any reader sees it."""
+    def __init__(self, keep: int, ended: Callable[[], object]) -> None:
+        """`ended` is called at its end, before any reader sees it. Where it raises a `DsecError`, whoever asks for the
+        result is told: it is tried again then."""
         self._keep = keep
         self._streams: dict[str, Stream] = {}
         self._ended = ended
@@ -96,7 +99,8 @@ class Recorder:
         return found
 
     def ended(self) -> None:
-        self._ended()
+        with suppress(DsecError):
+            self._ended()
         if self.noticed is not None:
             self.noticed()
 

@@ -40,11 +40,7 @@ class Recording:
     def watch(self, command: Command, operation: Operation, settle: Callable[[], object]) -> None:
         """Have all of it recorded; `settle` is called when it ends, whoever reads it or not."""
 
-        def ended() -> None:
-            with suppress(DsecError):  # whoever asks for the result is told, and it is tried again then
-                settle()
-
-        command.recorder = Recorder(self._config.trajectory_output_bytes, ended)
+        command.recorder = Recorder(self._config.trajectory_output_bytes, settle)
         operation.watch(command.recorder)
 
     def refused(self, sandbox: Sandbox, command: Command, error: BaseException) -> None:
@@ -80,7 +76,8 @@ class Recording:
         alone never reached the guest: it may run."""
         if key.startswith((REUSABLE, "~")):
             return None
-        found = self._trajectories.find(sandbox.id, hash_of(key))
+        key_hash = hash_of(key) if guest_key is None else guest_key[:HALF_KEY]
+        found = self._trajectories.find(sandbox.id, key_hash)
         if not isinstance(found, Recorded):
             return None
         if guest_key is not None:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import Struct
 
 from dsec.edge.outcome import Asked
 from dsec.errors import InvalidRequest
@@ -21,6 +22,7 @@ HALF_KEY = 16
 _SCOPES = {"leader": 0, "group": 1, "all": 2}
 _SIGKILL = 9
 _MAX_TIMEOUT_MS = (1 << 53) - 1
+_NO_FLAG = ExecFlag(0)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,43 +57,51 @@ def guest_key_of(spec: ExecSpec) -> bytes:
     return hash_of(key) + hashlib.sha256(request).digest()[:HALF_KEY]
 
 
-def request_of(
-    sandbox: SandboxSpec,
-    spec: ExecSpec,
-    guest_key: bytes | None,
-    network_env: Mapping[str, str] | None = None,
-    *,
-    patient: bool = False,
-) -> tuple[OpRequest, Asked]:
-    """The guest's request: the command's own values over the sandbox's over the network's over the defaults. `patient`:
-    the result is what counts, that it started may be known later."""
-    user = spec.user if spec.user is not None else sandbox.user
-    cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
+class Environ(Struct, frozen=True):
+    """The variables of a command."""
+
+    sandbox: SandboxSpec
+    network_env: Mapping[str, str] | None
+    variables: tuple[bytes, ...]
+    path: str
+
+
+def environ_of(sandbox: SandboxSpec, spec: ExecSpec, network_env: Mapping[str, str] | None) -> Environ:
+    """The command's own variables over the sandbox's over the network's over the defaults. Raises `InvalidRequest`."""
     env = {"PATH": PATH}
-    if user in ("root", "0"):
+    if (spec.user if spec.user is not None else sandbox.user) in ("root", "0"):
         env["HOME"] = "/root"
     if network_env:  # HTTP_PROXY of the caller's stands against http_proxy of the network's too
         said = {name.lower() for name in (*sandbox.env, *spec.env)}
         env.update((name, value) for name, value in network_env.items() if name.lower() not in said)
     env.update(sandbox.env)
     env.update(spec.env)
+    try:
+        variables = tuple([_bytes(f"{name}={value}") for name, value in env.items()])
+    except UnicodeEncodeError:
+        raise InvalidRequest("env holds characters that have no bytes (lone surrogates)") from None
+    return Environ(sandbox, network_env, variables, env["PATH"])
+
+
+def request_of(
+    sandbox: SandboxSpec, spec: ExecSpec, guest_key: bytes | None, environ: Environ, *, patient: bool = False
+) -> tuple[OpRequest, Asked]:
+    """The guest's request: the command's own values over the sandbox's. `patient`: the result is what counts, that it
+    started may be known later."""
+    user = spec.user if spec.user is not None else sandbox.user
+    cwd = spec.cwd if spec.cwd is not None else sandbox.workdir
     timeout_s = spec.command_timeout_s if spec.command_timeout_s is not None else sandbox.command_timeout_s
     output_bytes = spec.output_bytes if spec.output_bytes is not None else sandbox.output_bytes
-    flags = ExecFlag(0)
-    if spec.stdin:
-        flags |= ExecFlag.STDIN
-    if spec.kill_leftovers:
-        flags |= ExecFlag.KILL_LEFTOVERS
-    if spec.merge_stderr:
-        flags |= ExecFlag.MERGE
-    if spec.pty is not None:
-        flags |= ExecFlag.PTY
-    elif patient:
-        flags |= ExecFlag.PATIENT
+    flags = _NO_FLAG if spec.pty is not None or not patient else ExecFlag.PATIENT
+    if spec.stdin or spec.kill_leftovers or spec.merge_stderr or spec.pty is not None:
+        flags |= ExecFlag.STDIN if spec.stdin else _NO_FLAG
+        flags |= ExecFlag.KILL_LEFTOVERS if spec.kill_leftovers else _NO_FLAG
+        flags |= ExecFlag.MERGE if spec.merge_stderr else _NO_FLAG
+        flags |= ExecFlag.PTY if spec.pty is not None else _NO_FLAG
     try:
         request = OpRequest(
             argv=tuple([_bytes(argument) for argument in spec.argv]),
-            env=tuple([_bytes(f"{name}={value}") for name, value in env.items()]),
+            env=environ.variables,
             cwd=_bytes(cwd),
             user=_bytes(user),
             timeout_ms=None if timeout_s is None else min(max(1, round(timeout_s * 1000)), _MAX_TIMEOUT_MS),
@@ -102,9 +112,9 @@ def request_of(
             pty_size=None if spec.pty is None else spec.pty.cols << 16 | spec.pty.rows,
         )
     except UnicodeEncodeError:
-        raise InvalidRequest("argv, env, cwd or user hold characters that have no bytes (lone surrogates)") from None
+        raise InvalidRequest("argv, cwd or user hold characters that have no bytes (lone surrogates)") from None
     pty = spec.pty is not None
-    return request, Asked(spec.argv[0], user, cwd, env["PATH"], timeout_s, output_bytes, spec.argv, pty)
+    return request, Asked(spec.argv[0], user, cwd, environ.path, timeout_s, output_bytes, spec.argv, pty)
 
 
 def _bytes(text: str) -> bytes:

@@ -16,6 +16,7 @@ from dsec.spec.sandbox import SandboxInfo, State
 
 if TYPE_CHECKING:
     from dsec.edge.commands import Command
+    from dsec.edge.requests import Environ
 
 
 class Sandbox:
@@ -31,6 +32,7 @@ class Sandbox:
         "ended",
         "ending",
         "ending_at",
+        "environ",
         "gone",
         "instance",
         "lost",
@@ -65,6 +67,8 @@ class Sandbox:
         """In clear only until the creator has it."""
         self.network_env: dict[str, str] | None = None
         """Variables of its network's gateways."""
+        self.environ: Environ | None = None
+        """What commands have that name no variables and no user of their own."""
         self.queued_at = now
         self.running_at: float | None = None
         """Until its first command has a result."""

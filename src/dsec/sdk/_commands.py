@@ -79,7 +79,7 @@ class AsyncCommands:
         )
         running = self._command(spec, stdin.encode() if isinstance(stdin, str) else stdin)
         work = running.collect(on_stdout, on_stderr)
-        return await limited(work, request_timeout_s, key=running.key)
+        return await work if request_timeout_s is None else await limited(work, request_timeout_s, key=running.key)
 
     async def start(
         self,

@@ -242,6 +242,11 @@ _ENV_NAME = re.compile(r"[^=\0]+")
 
 def invalid_exec(spec: ExecSpec) -> str | None:
     """Why the kernel could never run this, or None: what the type alone doesn't say (NUL bytes, sizes)."""
+    argv = spec.argv
+    if not spec.env and spec.cwd is None and spec.user is None and argv[0]:  # most commands: no list is made of it
+        text = "\0".join(argv)
+        if len(text) < 16 << 10 and text.count("\0") == len(argv) - 1 and text.isascii():
+            return None
     strings = [*spec.argv, *(f"{k}={v}" for k, v in spec.env.items())]
     if any("\0" in s for s in (*strings, spec.cwd or "", spec.user or "")):
         return "argv, env, cwd and user cannot hold NUL bytes"

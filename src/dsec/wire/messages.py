@@ -35,6 +35,9 @@ _INT_TAGS = {
     Tag.PTY_SIZE: "pty_size",
     Tag.PORT: "port",
 }
+_KIND, _ARGV, _ENV = int(Tag.KIND), int(Tag.ARGV), int(Tag.ENV)
+_TEXTS = [(int(tag), name) for tag, name in _TEXT_TAGS.items()]
+_INTS = [(int(tag), name) for tag, name in _INT_TAGS.items()]
 _STATE_TAGS = {
     Tag.PID: "pid",
     Tag.STDIN_OFFSET: "stdin_offset",
@@ -52,14 +55,15 @@ def encode_request(request: OpRequest) -> bytes:
     if request.key is not None and not 1 <= len(request.key) <= MAX_KEY:
         raise ValueError(f"a key of {len(request.key)} bytes; 1 to {MAX_KEY}")
     pack, number = FIELD.pack, NUMBER.pack  # every command comes through here
-    parts = [number(Tag.KIND, 0, 8, request.kind)]
-    for tag, values in ((Tag.ARGV, request.argv), (Tag.ENV, request.env)):
-        for value in values:
-            parts += (pack(tag, 0, len(value)), value)
-    for tag, name in _TEXT_TAGS.items():
+    parts = [number(_KIND, 0, 8, request.kind)]
+    for value in request.argv:
+        parts += (pack(_ARGV, 0, len(value)), value)
+    for value in request.env:
+        parts += (pack(_ENV, 0, len(value)), value)
+    for tag, name in _TEXTS:
         if (text := getattr(request, name)) is not None:
             parts += (pack(tag, 0, len(text)), text)
-    for tag, name in _INT_TAGS.items():
+    for tag, name in _INTS:
         if (integer := getattr(request, name)) is not None:
             parts.append(number(tag, 0, 8, integer))
     if request.flags:
