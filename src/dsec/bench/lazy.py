@@ -74,7 +74,7 @@ async def _case(case: _Case, plan: Plan, place: Place, local: LocalNode) -> dict
     """One command's figures; those of `python` have no prefix."""
     at = place.fresh("sandbox")
     seconds: dict[str, list[float]] = {}
-    traces: dict[str, bytes] = {}
+    traces: dict[str, bytes | None] = {}
     fetched = 0
     for number in range(plan.rounds + 1):  # the first one warms up, and records what it reads
         turns: dict[str, float] = {"local": await start(local, at, case.layers, case.words)}

@@ -115,9 +115,10 @@ class Place:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
 
-    def trace(self, layer: str) -> bytes:
-        """What a node recorded."""
-        return (self.store / trace_key(layer)).read_bytes()
+    def trace(self, layer: str) -> bytes | None:
+        """What a node recorded; None: nothing was read."""
+        path = self.store / trace_key(layer)
+        return path.read_bytes() if path.exists() else None
 
 
 class LazyNode:

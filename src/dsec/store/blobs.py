@@ -15,7 +15,6 @@ import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from obstore.store import S3Store
 
 from dsec.errors import InvalidRequest, NotFound, Unavailable
 from dsec.ports import BlobInfo, BlobStore
+from dsec.store.threads import started_pool
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class DirectoryStore:
         """Makes the directory where it is missing. Raises `Unavailable`."""
         self.root = root
         self._tmp = root / ".tmp"
-        self._pool = ThreadPoolExecutor(THREADS, "dsec-store")
+        self._pool = started_pool(THREADS, "dsec-store")
         try:
             self._tmp.mkdir(parents=True, exist_ok=True)
         except OSError as error:

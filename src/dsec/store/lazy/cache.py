@@ -25,7 +25,6 @@ import shutil
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from hashlib import sha256
 from pathlib import Path
 
 from dsec.errors import LayerCorrupt
@@ -212,15 +211,9 @@ class LazyCache:
         return CachedLayer(scratch, layer)
 
     def finish(self, cached: CachedLayer, metadata: Iterable[bytes]) -> None:
-        """Let a layer that was begun appear, with its metadata image (in parts). Raises `LayerCorrupt` where that is
-        another one."""
-        found = sha256()
+        """Let a layer that was begun appear, with its verified metadata image (in parts)."""
         with open(cached.root / "meta.erofs", "wb") as file:
-            for part in metadata:
-                found.update(part)
-                file.write(part)
-        if found.hexdigest() != cached.manifest.metadata:
-            raise LayerCorrupt(f"the metadata of layer {cached.layer} isn't what its manifest says", layer=cached.layer)
+            file.writelines(metadata)
         root = self.root / cached.layer
         cached.root.rename(root)
         cached.root = root

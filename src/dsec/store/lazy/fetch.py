@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import Chunk, Place, check_chunk, iter_runs, pack_key
 from dsec.store.lazy.cache import CachedLayer
+from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Fetcher:
         self._took_s: deque[float] = deque(maxlen=16)
         """How long the last requests took."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(_THREADS, "dsec-verify")
+        self._threads = started_pool(_THREADS, "dsec-verify")
         self.fetched_bytes: Counter[str] = Counter()
         """From the store, by layer."""
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import signal
@@ -32,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
+from dsec.errors import DsecError, Internal, InvalidRequest, LayerCorrupt, NotFound
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import (
     MANIFEST_BYTES,
@@ -49,11 +50,13 @@ from dsec.store.lazy.fetch import Fetcher
 from dsec.store.lazy.questions import Questions
 from dsec.store.lazy.readahead import Readahead
 from dsec.store.lazy.trace import Recorder, load_trace
+from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
+_THREADS = 4
 _PARTS = 4
 """A layer's metadata comes in so many requests at the same time,"""
 _PART_BYTES = 256 << 10
@@ -160,7 +163,7 @@ class Filler:
             self._store.get(placement_key(layer), 0, MANIFEST_BYTES),
             load_trace(self._store, layer),
         )
-        image = asyncio.create_task(self._metadata(decode_manifest(manifest, layer)))
+        image = asyncio.create_task(self._metadata(layer, decode_manifest(manifest, layer)))
         try:
             cached = await asyncio.to_thread(self.cache.begin, layer, manifest, placement)
         except BaseException:
@@ -176,12 +179,15 @@ class Filler:
             raise
         return self._serve(layer, cached, recorder=None if trace else Recorder(self._clock))
 
-    async def _metadata(self, manifest: Manifest) -> list[bytes]:
-        """The metadata image, in parts."""
+    async def _metadata(self, layer: str, manifest: Manifest) -> list[bytes]:
+        """The metadata image, verified, in parts."""
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
         step = max(_PART_BYTES, -(-size // _PARTS))
         parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
-        return await asyncio.gather(*parts)
+        image = await asyncio.gather(*parts)
+        if await asyncio.to_thread(_sha256, image) != manifest.metadata:
+            raise LayerCorrupt(f"the metadata of layer {layer} is not what its manifest says", layer=layer)
+        return image
 
     async def _again(self, layer: str) -> _Served:
         served = self._serve(layer)
@@ -422,6 +428,13 @@ class Filler:
             writer.write(msgspec.json.encode(event) + b"\n")
 
 
+def _sha256(parts: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
 def _be_prompt() -> None:
     """Before any thread is made: they inherit it."""
     with contextlib.suppress(OSError):
@@ -434,6 +447,7 @@ async def serve_filler(filler: Filler, control: Path) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     _be_prompt()
+    loop.set_default_executor(started_pool(_THREADS, "dsec-filler"))
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     filler.open()
     server = await filler.serve_control(control)
