@@ -40,6 +40,7 @@ from dsec.backends.container.host import Host
 from dsec.backends.container.jails import ContainerJails
 from dsec.backends.container.native import probe_network
 from dsec.backends.fncall.pool import Jails
+from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.service import FunctionService
 from dsec.builder.service import BuildService
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
@@ -52,6 +53,7 @@ from dsec.egress.resolver import Resolver
 from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, PermissionDenied, Unauthenticated, Unavailable
 from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
+from dsec.grading.running import FirstOf
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import heap, zram
@@ -434,7 +436,10 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             builder=builds,
             verifier=verifier,
             functions=FunctionService(jails[0]),
-            judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
+            judge=Judge(
+                FirstOf(CellRunner(jails[0]), ContainerRunner(edge)),
+                lambda name, project: layers.environments.get(name, project).layers,
+            ),
             fusion=fusion,
         )
         server = ApiServer(api, host, port)

@@ -219,7 +219,8 @@ def test_limits(client: Client, language: str, source: str, limits: dict[str, An
 
 
 def test_a_fork_bomb(client: Client) -> None:
-    source = "import os\ndef f():\n    while True:\n        try:\n            os.fork()\n        except OSError:\n            pass\n"
+    source = "import os\ndef f():\n    while True:\n        try:\n            os.fork()\n"
+    source += "        except OSError:\n            pass\n"
     result = call(client, source, limits=FunctionLimits(wall_s=1.0, cpu_s=30.0, pids=32))
     assert result.cause is Cause.COMMAND_TIMEOUT
     result = client.function(":(){ :|:& };:; wait", language="bash", limits=FunctionLimits(wall_s=1.0, pids=32)).run()

@@ -115,11 +115,10 @@ async def test_who_goes_away_leaves_no_work_behind(server: Server) -> None:
             assert isinstance(each, CaseVerdict)
             break
         await stream.aclose()
-        deadline = time.monotonic() + 30
-        while await client.list() and time.monotonic() < deadline:
-            pass
-        assert await client.list() == []
-        assert (await client.judge("print(3)", SUM)).verdict is Word.ACCEPTED
+        again = await client.judge(
+            "print(3)", SUM, request_timeout_s=100
+        )  # sleepers that went on would hold all places
+        assert again.verdict is Word.ACCEPTED
 
 
 def test_long_work_of_one_leaves_room_for_others(server: Server, client: Client) -> None:

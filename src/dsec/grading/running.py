@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from dsec.errors import CreateFailed, QuotaExceeded
 from dsec.spec.judging import JudgeLimits
 from dsec.spec.sandbox import ExecStatus
 
@@ -54,3 +55,18 @@ class Runner(Protocol):
         """Cancelling it ends the command. Raises `EnvironmentNotFound`, `InvalidRequest`, `SandboxEnded` (its details
         have the `cause`) and whatever the platform can fail with."""
         ...
+
+
+class FirstOf:
+    """Runs by the first runner, and by the second what the first has no room for."""
+
+    def __init__(self, first: Runner, second: Runner) -> None:
+        self._first = first
+        self._second = second
+
+    async def run(self, job: Job) -> Ran:
+        """See `Runner`."""
+        try:
+            return await self._first.run(job)
+        except (QuotaExceeded, CreateFailed):  # it has begun nothing then
+            return await self._second.run(job)

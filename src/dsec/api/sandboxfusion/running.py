@@ -141,7 +141,12 @@ def _result(ran: Ran) -> CommandResult:
 def _path(name: str) -> bytes:
     if "\0" in name:
         raise InvalidRequest("a file's name has a NUL", field="files")
-    return posixpath.normpath(posixpath.join(_HOME, name)).encode()
+    path = posixpath.normpath(posixpath.join(_HOME, name))
+    if not path.startswith(f"{_HOME}/"):
+        raise InvalidRequest(
+            f"{name[:200]!r} is outside of the program's directory", remedy=f"It is {_HOME}.", field="files"
+        )
+    return path.encode()
 
 
 def _decoded(name: str, content: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import stat
 from collections.abc import Mapping
 
@@ -59,7 +60,7 @@ class CellRunner:
         finally:
             for fd in given:
                 os.close(fd)
-        return Ran(status=_status(ended), stdout=ended.stdout, stderr=ended.stderr, fetched=fetched)
+        return Ran(status=_status(ended, job.limits), stdout=ended.stdout, stderr=ended.stderr, fetched=fetched)
 
 
 def _limits(limits: JudgeLimits) -> FunctionLimits:
@@ -87,7 +88,26 @@ def _memfd(data: bytes) -> int:
     return fd
 
 
-def _status(ended: Ended) -> ExecStatus:
+def _message(ended: Ended, limits: JudgeLimits) -> str:
+    if ended.start_error:
+        return f"{ended.start_text}: {os.strerror(ended.start_error)}"
+    if ended.cause is Cause.SIGNALED and ended.signal:
+        return f"ended by {_signal_name(ended.signal)}"
+    return {
+        Cause.COMMAND_TIMEOUT: f"its wall_s of {limits.wall_s:g} s passed",
+        Cause.OUTPUT_LIMIT: f"it wrote more than its output_bytes of {limits.output_bytes} bytes",
+        Cause.MEMORY_LIMIT: f"it ran into its memory limit of {limits.memory_bytes} bytes",
+    }.get(ended.cause, "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _status(ended: Ended, limits: JudgeLimits) -> ExecStatus:
     code = ended.exit_code
     if ended.cause is Cause.START_FAILED:
         code = 127 if ended.start_error == errno.ENOENT else 126
@@ -96,7 +116,7 @@ def _status(ended: Ended) -> ExecStatus:
         cause=ended.cause,
         infra=ended.cause.infra,
         signal=ended.signal,
-        message=f"{ended.start_text}: {os.strerror(ended.start_error)}" if ended.start_error else "",
+        message=_message(ended, limits),
         truncated=ended.truncated,
         stdout_bytes=len(ended.stdout),
         stderr_bytes=len(ended.stderr),
