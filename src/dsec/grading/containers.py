@@ -103,6 +103,8 @@ class ContainerRunner:
         room = job.fetch_bytes
         for path in job.fetch:
             with suppress(CallerError):
+                if (await self._edge.stat_file(sandbox, path, user="nobody")).type != "file":
+                    continue
                 reading = self._edge.read_file(sandbox, path, user="nobody", length=room + 1)
                 chunks = cast("AsyncGenerator[bytes]", reading)
                 async with aclosing(chunks):
