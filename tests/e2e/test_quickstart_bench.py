@@ -77,6 +77,15 @@ def test_exec_measures_latency_rate_and_transfers(debian_state: Path) -> None:
     assert set(result["peak_mib"]) == {"server", "client", "zygote", "guest"}
 
 
+def test_judge_compares_with_the_cases_own_cpu_time(debian_state: Path) -> None:
+    result = bench(debian_state, "judge", "--submissions", "4", "--cases", "3", "--case-ms", "30")
+    assert result["failures"] == 0
+    assert result["verdicts"] == {"accepted": 12}
+    assert result["vs_cpu"] > 0
+    assert result["cpu_vs_cases"] > 0
+    assert set(result["cost_ms_per_case"]) == {"server", "zygote", "sandboxes", "client"}
+
+
 def test_soak_leaves_nothing_behind(debian_state: Path) -> None:
     result = bench(debian_state, "soak", "--minutes", "0.1", "--per-s", "10")
     assert result["created"] > 0
