@@ -379,6 +379,7 @@ class ZygoteClient:
         if not fds:
             raise Internal("the zygote sent no channel: is this process out of descriptors?")
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])  # told, it need not ask the kernel
+        channel.setblocking(False)
         return channel, fds[1] if len(fds) > 1 else -1
 
     @staticmethod
