@@ -75,6 +75,14 @@ def run(server: Server, code: str, language: str = "python", **fields: Any) -> d
     return found
 
 
+def test_without_a_key_a_browsers_form_gets_nothing(server: Server) -> None:
+    body = json.dumps({"code": "print(3)", "language": "python"})
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = requests.post(f"{server.url}/run_code", data=body, headers={"Content-Type": kind}, timeout=60)
+        assert answer.status_code == 401
+    assert requests.post(keyed(server), data=body, timeout=60).json()["status"] == "Success"
+
+
 # --- verl ---
 
 
