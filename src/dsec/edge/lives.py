@@ -5,8 +5,7 @@ Owns the records of live sandboxes and every change of their state (by the table
 - A change is decided in one synchronous step; the I/O that follows runs in tasks of the edge's own, so that a caller
   that goes away tears nothing.
 - On disk, `starting` with its handle comes before the backend makes anything, `ending` with its cause before it
-  removes anything,
-  `ended` only when nothing is left. So after a crash at any point `recover` can finish what was begun.
+  removes anything, `ended` only when nothing is left: after a crash at any point `recover` finishes what was begun.
 - A sandbox is taken down once, whatever the number of reasons; removal that fails is tried again, and the sandbox
   stays on record.
 """
