@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
 
 from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
@@ -20,14 +21,16 @@ from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RUN_BYTES = 1 << 20
 """One request to the store asks for no more."""
 STREAMS = 8
 """Requests ahead of readers at the same time."""
-NEAR_STREAMS = 1
+NEAR_STREAMS = 2
 """The same where the store answers at once: then they cost computing only, and a reader's own would wait for it."""
 NEAR_RUN_BYTES = 512 << 10
-NEAR_S = 0.001
+NEAR_S = 0.0015
 _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
@@ -120,6 +123,13 @@ class Fetcher:
                 self._queued.setdefault(key, layer)
         self._start_queued()
 
+    async def timed(self, request: Awaitable[T]) -> T:
+        """A request to the store, from which is learnt how far that is."""
+        began = self._clock.monotonic()
+        found = await request
+        self._took_s.append(self._clock.monotonic() - began)
+        return found
+
     def busy(self, layer: str) -> bool:
         """Whether anything of a layer is on its way, or will be."""
         return any(name == layer for name, _ in (*self._flying, *self._queued))
@@ -202,9 +212,7 @@ class Fetcher:
         delay_s = _FIRST_DELAY_S
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                began = self._clock.monotonic()
-                data = memoryview(await self._store.get(pack_key(place.pack), place.offset, size))
-                self._took_s.append(self._clock.monotonic() - began)
+                data = memoryview(await self.timed(self._store.get(pack_key(place.pack), place.offset, size)))
                 self.fetched_bytes[layer.layer] += len(data)
                 if len(run) == 1 and self._waited <= 2:  # few wait for this loop: less than for a thread's turn
                     self._put(layer, run, data)

@@ -159,9 +159,9 @@ class Filler:
     async def _begin(self, layer: str) -> _Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
         manifest, placement, trace = await asyncio.gather(
-            self._store.get(manifest_key(layer), 0, MANIFEST_BYTES),
-            self._store.get(placement_key(layer), 0, MANIFEST_BYTES),
-            load_trace(self._store, layer),
+            self.fetcher.timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)),
+            self.fetcher.timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)),
+            self.fetcher.timed(load_trace(self._store, layer)),
         )
         image = asyncio.create_task(self._metadata(layer, decode_manifest(manifest, layer)))
         try:
