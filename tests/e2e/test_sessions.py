@@ -35,7 +35,7 @@ class Box:
         return session
 
     async def start(self, session: Session, command: str, *, key: str | None = None, room: int = 1 << 20) -> Run:
-        return (await self.sessions.start(session, command, key=key, room=room))[0]
+        return (await self.sessions.start(self.id, session, command, key=key, room=room))[0]
 
     async def run(self, session: Session, command: str, *, room: int = 1 << 20) -> tuple[bytes, int | None]:
         run = await self.start(session, command, room=room)
@@ -228,7 +228,7 @@ async def test_a_session_survives_the_edge(config: Config) -> None:
         box.edge, box.sessions = edge, Sessions(edge)
         session = await box.sessions.get(box.id, "default")
         assert session.busy
-        run, known = await box.sessions.start(session, "echo begun; read -r y; echo $y", key="k", room=1 << 20)
+        run, known = await box.sessions.start(box.id, session, "echo begun; read -r y; echo $y", key="k", room=1 << 20)
         assert known
         await session.type(b"after\n")
         assert await session.until(lambda: run.done, PATIENCE_S)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 from dsec import AsyncClient
 from dsec.errors import Conflict
 from dsec.spec.sandbox import SandboxSpec, State
-from server_kit import Server, serving
+from server_kit import PATIENCE_S, Server, serving
 
 pytestmark = pytest.mark.root
 
@@ -135,3 +138,33 @@ async def test_a_fork_is_made_again_from_its_own_snapshot(client: AsyncClient) -
     found = await client.rebuild(child.id)
     assert (found.base, found.diverged) == ("child@1", None)
     assert await (await client.connect(found.sandbox.id)).files.read("/state") == "parent'smore\n"
+
+
+async def test_sessions_are_done_again(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    work = await box.sessions.open("work", env={"A": "1"}, cwd="/tmp")
+    assert (await work.run("B=2; cd /; mkdir -p /w; pwd")).output == "/\n"
+    assert (await work.run('echo "$A$B $(pwd)" > /w/state; cat /w/state; false', key="k")).exit_code == 1
+    typed = asyncio.create_task(work.run("read x; echo got $x"))
+    async with asyncio.timeout(PATIENCE_S):
+        while not (await work.info()).busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await work.send("secret\n")
+    assert "got secret" in (await typed).output
+    await work.run("echo last >> /w/state; head -c 9 /dev/urandom | base64")
+    await work.close()
+    entries = [entry async for entry in box.trajectory()]
+    assert "secret" not in str([entry.data for entry in entries if entry.type == "session_input"])
+    command = [sys.executable, "-m", "dsec.cli.main", "replay", box.id]
+    shown = await asyncio.to_thread(
+        subprocess.run, command, env=server.environment(), capture_output=True, text=True, check=True
+    )
+    for part in ("work $ B=2; cd /", "got secret", "= 1 of "):
+        assert part in shown.stdout
+    found = await client.rebuild(box.id)
+    assert found.not_replayed == ["commands of sessions that somebody typed into"]
+    assert found.diverged is not None
+    assert (found.diverged.what, found.differences) == ("output", 1)
+    again = await client.connect(found.sandbox.id)
+    assert await again.files.read("/w/state") == "12 /\nlast\n"
+    await box.kill()

@@ -65,7 +65,8 @@ async def run(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> No
     x.check_query()
     request = x.decode(_COMMAND, await x.body())
     session = await sessions.get(sandbox_id, name)
-    started, known = await sessions.start(session, request.command, key=request.key, room=request.output_bytes)
+    room = request.output_bytes
+    started, known = await sessions.start(sandbox_id, session, request.command, key=request.key, room=room)
     # A repeated request limits it too: who asked first may be gone with an earlier server.
     stopped = await sessions.finish(sandbox_id, session, started, request.command_timeout_s)
     data, truncated = bytes(started.output), started.dropped > 0
@@ -86,7 +87,7 @@ async def send(sessions: Sessions, sandbox_id: str, name: str, x: Exchange) -> N
             f"nothing runs in session {name!r} that could read this",
             remedy="Run a command first; text for the shell itself goes through run.",
         )
-    await session.type(request.data.encode("utf-8", "surrogateescape"))
+    await sessions.input(sandbox_id, session, request.data)
     await x.empty()
 
 

@@ -166,7 +166,7 @@ class Swerex:
             return SessionCreated()
         quoted = [path.replace("'", "'\\''") for path in request.startup_source]
         command = "; ".join(f"source '{path}'" for path in quoted)
-        run, _ = await self._sessions.start(session, command, room=OUTPUT_BYTES)
+        run, _ = await self._sessions.start(sandbox_id, session, command, room=OUTPUT_BYTES)
         if not await session.until(lambda: run.done, request.startup_timeout):
             await self._sessions.close(sandbox_id, request.session)
             raise SwerexError(
@@ -175,6 +175,7 @@ class Swerex:
             )
         if session.ended:
             raise _shell_gone(session)
+        self._sessions.note_result(sandbox_id, session, run)
         return SessionCreated(as_text(run.take()))
 
     async def _run_in_session(self, sandbox_id: str, body: bytes, request_id: str) -> Observation:
@@ -192,7 +193,7 @@ class Swerex:
     async def _normal(self, sandbox_id: str, session: Session, action: Action, request_id: str) -> Observation:
         expect = Expect(action.expect)
         await self._check_syntax(sandbox_id, action.command)
-        run = await self._start(session, action.command, request_id or None)
+        run = await self._start(sandbox_id, session, action.command, request_id or None)
         matched = await self._wait(sandbox_id, session, run, expect, action)
         output = as_text(matched[1])
         if matched[0] != PROMPT:
@@ -213,10 +214,10 @@ class Swerex:
             await session.catch_up()
         current = session.machine.current
         if current is not None and not session.ended:
-            await session.type(action.command.encode("utf-8", "surrogateescape") + b"\n")
+            await self._sessions.input(sandbox_id, session, f"{action.command}\n")
             run = current
         else:
-            run = await self._start(session, action.command, None)
+            run = await self._start(sandbox_id, session, action.command, None)
         string, data = await self._wait(sandbox_id, session, run, expect, action)
         output = as_text(data)
         if not action.is_interactive_quit:
@@ -242,9 +243,9 @@ class Swerex:
         string, data = _matched(run, expect) or (PROMPT, run.take())
         return Observation(as_text(data).strip(), 0, expect_string=string)
 
-    async def _start(self, session: Session, command: str, key: str | None) -> Run:
+    async def _start(self, sandbox_id: str, session: Session, command: str, key: str | None) -> Run:
         try:
-            run, known = await self._sessions.start(session, command, key=key, room=OUTPUT_BYTES)
+            run, known = await self._sessions.start(sandbox_id, session, command, key=key, room=OUTPUT_BYTES)
         except Conflict as error:
             if session.ended:
                 raise _shell_gone(session) from None
@@ -267,6 +268,8 @@ class Swerex:
                 f"timeout after {action.timeout} seconds while running command {action.command!r}",
                 output=as_text(bytes(run.output[-OUTPUT_BYTES:])),
             )
+        if run.done:
+            self._sessions.note_result(sandbox_id, session, run)
         found = _matched(run, expect)
         if found is None and not run.done:
             if session.ended:

@@ -179,6 +179,11 @@ def _show(console: Console, entry: Entry, began: dict[int, float], full: bool) -
         case EntryType.RESULT:
             _show_result(console, line, data, full)
             return
+        case EntryType.SESSION_RUN:
+            line.append(f"{_clean(data['session'])} $ " + _clean(data["command"].get("text", "...")), "bold cyan")
+        case EntryType.SESSION_RESULT:
+            _show_stream(console, data.get("output"), "", full)
+            line.append(f"= {data.get('exit_code')} of {data['run']}", "" if data.get("exit_code") == 0 else "bold red")
         case EntryType.END:
             line.append(f"ended: {data['cause']} {_clean(data.get('message', ''))}", "bold")
         case _:
@@ -188,21 +193,24 @@ def _show(console: Console, entry: Entry, began: dict[int, float], full: bool) -
     console.print(line)
 
 
-def _show_result(console: Console, line: Any, data: dict[str, Any], full: bool) -> None:
+def _show_stream(console: Console, stream: dict[str, Any] | None, style: str, full: bool) -> None:
     from rich.text import Text
 
+    if stream is None:
+        return
+    rows = str(stream.get("text", "")).splitlines()
+    if "text" not in stream:
+        rows = [f"<{stream['bytes']} bytes that are not in the entry>"]
+    shown = rows if full else rows[:_LINES]
+    for row in shown:
+        console.print(Text("       " + _clean(row), style))
+    if len(shown) < len(rows):
+        console.print(Text(f"       ... {len(rows) - len(shown)} more lines", "dim"))
+
+
+def _show_result(console: Console, line: Any, data: dict[str, Any], full: bool) -> None:
     for name, style in (("stdout", ""), ("stderr", "red")):
-        stream = data.get(name)
-        if stream is None:
-            continue
-        rows = str(stream.get("text", "")).splitlines()
-        if "text" not in stream:
-            rows = [f"<{stream['bytes']} bytes that are not in the entry>"]
-        shown = rows if full else rows[:_LINES]
-        for row in shown:
-            console.print(Text("       " + _clean(row), style))
-        if len(shown) < len(rows):
-            console.print(Text(f"       ... {len(rows) - len(shown)} more lines", "dim"))
+        _show_stream(console, data.get(name), style, full)
     status = data["status"]
     good = status["exit_code"] == 0
     line.append(f"= {status['exit_code']}", "green" if good else "bold red")

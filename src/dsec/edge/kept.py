@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -16,6 +16,7 @@ from dsec.ports import Captured
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import SandboxInfo
 from dsec.spec.snapshots import SnapshotInfo
+from dsec.spec.trajectory import EntryType
 
 
 class PauseItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,6 +75,13 @@ class Kept(Protocol):
 
     def note_snapshot(self, sandbox_id: str, captured: Captured, made: SnapshotInfo) -> None:
         """Put on record what became of it. Nothing where the sandbox has ended meanwhile."""
+        ...
+
+    def note_session(
+        self, sandbox_id: str, kind: EntryType, data: dict[str, Any], *, env: dict[str, str] | None = None
+    ) -> int:
+        """An entry about a shell session in its sandbox's trajectory; its number (0: the sandbox has ended). Bytes are
+        kept as output is, `env` as variables are. Raises `Unavailable` where it can't be written down."""
         ...
 
     # --- runs ---

@@ -22,6 +22,7 @@ from dsec.spec.events import EventType
 from dsec.spec.runs import RunInfo, RunRequest
 from dsec.spec.sandbox import PausedBy, SandboxInfo, State
 from dsec.spec.snapshots import SnapshotInfo
+from dsec.spec.trajectory import EntryType
 
 _AT_ONCE = 16
 """Of many sandboxes, so many are paused or resumed in one turn of the event loop."""
@@ -94,6 +95,13 @@ class KeptCalls:
             data: dict[str, Any] = {"name": made.name, "layer": made.layer, "at": captured.seq, "removed": made.removed}
             data |= {"kept": made.kept, "built_by": made.built_by}
             self._lives.notes.events.add(sandbox_id, EventType.SNAPSHOT, data)
+
+    def note_session(
+        self, sandbox_id: str, kind: EntryType, data: dict[str, Any], *, env: dict[str, str] | None = None
+    ) -> int:
+        if sandbox_id not in self._lives.sandboxes:
+            return 0
+        return self._lives.notes.trajectories.session(sandbox_id, kind, data, env)
 
     def open_run(self, project: str, asked: RunRequest) -> RunInfo:
         self._check_open()

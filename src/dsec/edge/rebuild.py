@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.edge.client import EdgeClient, Execution
+from dsec.edge.rebuild_sessions import SessionReplay
 from dsec.edge.recorder import Stream, bytes_of
 from dsec.edge.trajectory import digest_of
 from dsec.errors import Conflict, DsecError, InvalidRequest
@@ -85,6 +86,7 @@ class Replay:
         self._differences = 0
         self._done = 0
         self._skipped: set[str] = set()
+        self._sessions = SessionReplay(edge, self._entries, blob, self._compare_bytes)
 
     def spec(self) -> SandboxSpec:
         """The sandbox to make. Raises `Conflict` where too little is on record."""
@@ -172,6 +174,20 @@ class Replay:
                     await self._edge.remove_file(
                         self._box, _path(data["path"]), user=data.get("user"), recursive=data.get("recursive", False)
                     )
+                case EntryType.SESSION_OPENED:
+                    await self._sessions.open(self._box, data, self._env(data["env"]) if "env" in data else {})
+                case EntryType.SESSION_CLOSED:
+                    await self._sessions.close(self._box, data["session"])
+                case EntryType.SESSION_RUN:
+                    left_out = await self._sessions.run(self._box, entry)
+                    if left_out is not None:
+                        self._skipped.add(left_out)
+                        return
+                case EntryType.SESSION_RESULT:
+                    await self._sessions.result(self._box, entry, self._differs)
+                    return
+                case EntryType.SESSION_INPUT:
+                    return
                 case EntryType.NETWORK:
                     await self._edge.set_network(self._box, msgspec.convert(data["policy"], Network))
                 case _:
@@ -187,14 +203,18 @@ class Replay:
     async def _exec(self, entry: Entry) -> bool:
         """Begin it; False: it isn't done again."""
         data = entry.data
+        if str(data.get("key", "")).startswith(SESSION):
+            if not self._sessions.recorded:
+                self._skipped.add("sessions")
+            return False
         if entry.seq not in self._results:
             self._skipped.add("exec without a result")
             return False
         if RESTORED in data:  # the snapshot that the original began from holds what came of it
             self._restore(self._box, entry, self._results[entry.seq])
             return False
-        if data.get("pty") or str(data.get("key", "")).startswith(SESSION):
-            self._skipped.add("terminals and sessions")
+        if data.get("pty"):
+            self._skipped.add("terminals")
             return False
         argv = data["argv"]
         if "argv_blob" in data:
@@ -252,6 +272,12 @@ class Replay:
         found = differ(kept, bytes(got.kept), self._names)
         if found is None and not whole and expected["bytes"] != got.size:
             found = (f"{expected['bytes']} bytes", f"{got.size} bytes")
+        if found is not None:
+            self._differs(seq, name, *found)
+
+    def _compare_bytes(self, seq: int, name: str, expected: dict[str, Any], got: bytes) -> None:
+        kept = bytes_of(expected, self._blob)
+        found = None if kept is None or expected["bytes"] != len(kept) else differ(kept, got, self._names)
         if found is not None:
             self._differs(seq, name, *found)
 

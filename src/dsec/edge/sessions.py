@@ -25,6 +25,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecSpec, ExecStatus, PtySize
 from dsec.spec.sessions import SessionInfo, SessionSpec
+from dsec.spec.trajectory import EntryType
 
 READY_S = 30.0
 GRACE_S = 2.0
@@ -129,6 +130,7 @@ class Session:
 
     async def interrupt(self, run: Run) -> None:
         """Type ^C, once the command runs: before, it would take the typed line away and stop nothing."""
+        run.stopped = True
         if await self.until(lambda: run.start is not None, READY_S) and not run.done:
             await self.type(_INTERRUPT)
 
@@ -230,6 +232,8 @@ class Sessions:
             await self._edge.release(sandbox_id, execution.key)
             raise
         self._remember(sandbox_id, session)
+        opened = {"session": spec.name, "cwd": spec.cwd, "user": spec.user}
+        self._edge.note_session(sandbox_id, EntryType.SESSION_OPENED, opened, env=spec.env)
         return session, False
 
     async def get(self, sandbox_id: str, name: str) -> Session:
@@ -256,9 +260,11 @@ class Sessions:
                 self._others.add(at)
         return [session.info() for (owner, _), session in self._known.items() if owner == sandbox_id]
 
-    async def start(self, session: Session, command: str, *, key: str | None = None, room: int) -> tuple[Run, bool]:
+    async def start(
+        self, sandbox_id: str, session: Session, command: str, *, key: str | None = None, room: int
+    ) -> tuple[Run, bool]:
         """Begin a command; also says whether the key was known. Raises `Conflict` where one runs, or the shell has
-        ended; `InvalidRequest`."""
+        ended; `InvalidRequest`; `Unavailable` where it can't be written down."""
         data = command.encode("utf-8", "surrogateescape")
         if b"\0" in data or len(data) > MAX_COMMAND_BYTES:
             raise InvalidRequest(
@@ -283,8 +289,11 @@ class Sessions:
                 remedy="Wait for it, interrupt it, or use another session.",
                 session_busy=True,
             )
+        asked = {"session": session.name, "command": data, "key": key}
+        entry = self._edge.note_session(sandbox_id, EntryType.SESSION_RUN, asked)
         typed = session.machine.begin(run, data, room)
         begun = session.machine.runs[run]
+        begun.entry = entry
         await asyncio.shield(self._tasks.spawn(session.type(_FORGET_LINE + typed)))
         return begun, False
 
@@ -294,19 +303,29 @@ class Sessions:
         def over() -> bool:
             return run.done or run.size > COMMAND_BYTES
 
+        why = None
         if not await session.until(over, timeout_s):
             why = Stop.TIMEOUT
         elif run.size > COMMAND_BYTES and not run.done:
             why = Stop.OUTPUT
-        else:
-            return None
-        await self.stop(sandbox_id, session, run, GRACE_S)
+        if why is not None:
+            await self.stop(sandbox_id, session, run, GRACE_S)
+        self.note_result(sandbox_id, session, run)
         return why
+
+    def note_result(self, sandbox_id: str, session: Session, run: Run) -> None:
+        """Put what became of a command on record: once each, by the server that began it. Raises `Unavailable`."""
+        entry, run.entry = run.entry, 0
+        if entry:
+            data = {"run": entry, "exit_code": run.code, "output": bytes(run.output), "stopped": run.stopped or None}
+            data |= {"more": run.dropped or None, "ended": session.ended or None}
+            self._edge.note_session(sandbox_id, EntryType.SESSION_RESULT, data)
 
     async def stop(self, sandbox_id: str, session: Session, run: Run, grace_s: float) -> None:
         """End a command: ^C, half of `grace_s` later again (a shell that is just starting a program can lose one), then
         SIGKILL for what is in the foreground, and where that doesn't bring the prompt back either, the session as a
         whole."""
+        run.stopped = True
 
         def done() -> bool:
             return run.done
@@ -331,8 +350,15 @@ class Sessions:
 
     async def close(self, sandbox_id: str, name: str) -> None:
         """End a session and forget its log. Idempotent."""
-        self._known.pop((sandbox_id, name), None)
+        if self._known.pop((sandbox_id, name), None) is not None:
+            self._edge.note_session(sandbox_id, EntryType.SESSION_CLOSED, {"session": name})
         await self._edge.release(sandbox_id, _KEY + name)
+
+    async def input(self, sandbox_id: str, session: Session, text: str) -> None:
+        """Type to what runs in a session."""
+        data = text.encode("utf-8", "surrogateescape")
+        self._edge.note_session(sandbox_id, EntryType.SESSION_INPUT, {"session": session.name, "bytes": len(data)})
+        await session.type(data)
 
     async def log(self, session: Session, offset: int, limit: int) -> tuple[bytes, int]:
         """The session's output from an offset of its log on, without marks and what the shell said before it was

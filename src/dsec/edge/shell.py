@@ -182,7 +182,7 @@ def probe(secret: str, run: str) -> bytes:
 class Run:
     """One command of a session."""
 
-    __slots__ = ("code", "dropped", "end", "output", "room", "run", "size", "start")
+    __slots__ = ("code", "dropped", "end", "entry", "output", "room", "run", "size", "start", "stopped")
 
     def __init__(self, run: str, room: int) -> None:
         self.run = run
@@ -197,6 +197,10 @@ class Run:
         self.dropped = 0
         self.size = 0
         """Bytes of output so far."""
+        self.entry = 0
+        """The number of its entry in the trajectory, until its result is there too."""
+        self.stopped = False
+        """Somebody asked for its end."""
 
     @property
     def done(self) -> bool:

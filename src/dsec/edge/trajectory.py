@@ -270,6 +270,28 @@ class Trajectories:
         needle = b'{"seq":%d,' % seq
         return next(parse(line) for _, line in self.store.lines(sandbox_id) if line.startswith(needle))
 
+    # --- sessions ---
+
+    def session(self, sandbox_id: str, kind: EntryType, data: dict[str, Any], env: dict[str, str] | None) -> int:
+        """An entry about a shell session; bytes in it become streams. The entry's number, 0 where the log has ended.
+        Raises `Unavailable`."""
+        chain = self.store.chain(sandbox_id)
+        if chain is None or chain.last == EntryType.END:
+            return 0
+        if kind is EntryType.SESSION_RUN:
+            self.store.check_room()
+        described: dict[str, Any] = {}
+        for name, value in data.items():
+            if isinstance(value, bytes):
+                stream = Stream(self._config.trajectory_output_bytes)
+                stream.feed(value)
+                described[name] = stream.entry(len(value) <= INLINE_BYTES, lambda kept: self._blob(sandbox_id, kept))
+            elif value is not None:
+                described[name] = value
+        if env:
+            described["env"] = self._digest_env(sandbox_id, env)
+        return self._append(sandbox_id, kind, _with_request(described), last_room=kind is not EntryType.SESSION_RUN)
+
     # --- files ---
 
     def passing(self) -> Stream:

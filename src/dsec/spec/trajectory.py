@@ -37,6 +37,11 @@ class EntryType(StrEnum):
     MOVE = "file_moved"  # path, to, user, exclusive
     MKDIR = "directory_made"  # path, user, mode, parents
     REMOVE = "file_removed"  # path, user, recursive
+    SESSION_OPENED = "session_opened"  # session, cwd, user, env (a digest): its shell is ready
+    SESSION_RUN = "session_run"  # session, command or command_blob, key: before it is typed
+    SESSION_INPUT = "session_input"  # session, bytes: typed into what runs there
+    SESSION_RESULT = "session_result"  # run (the entry's seq), exit_code, output, stopped: before the caller sees it
+    SESSION_CLOSED = "session_closed"  # session
     NETWORK = "network"  # policy: what it may reach from now on
     MUTED = "events_muted"  # taken_over: from here on what agents cause is in the event log alone
     END = "end"  # cause, infra, message: the last one
