@@ -160,6 +160,17 @@ def bench_net(arguments: tuple[str, ...]) -> int:
     return net.main(list(arguments))
 
 
+@bench.command("fncall", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_fncall(arguments: tuple[str, ...]) -> int:
+    """Function calls, against forks and fresh interpreters (`bench fncall --help`)."""
+    try:
+        from dsec.bench import fncall
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return fncall.main(list(arguments))
+
+
 @bench.command("judge", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_judge(arguments: tuple[str, ...]) -> int:

@@ -117,6 +117,11 @@ class FunctionJail:
 
     # --- lanes ---
 
+    @property
+    def ready_lanes(self) -> int:
+        """How many have a worker that waits, and nobody to use it."""
+        return len(self._ready)
+
     async def take(self) -> Lane:
         """A lane whose worker waits for its call. Raises `CreateFailed`, which is why the jail is no good any more."""
         self._check()

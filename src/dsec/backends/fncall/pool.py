@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -76,19 +75,19 @@ class Jails:
         variables = tuple((BASE_ENV | dict(env) | {"HOME": "/tmp"}).items())
         return Key(project, tuple(layers), variables, None if imports is None else tuple(imports))
 
-    @asynccontextmanager
-    async def using(self, key: Key) -> AsyncIterator[FunctionJail]:
-        """A jail that isn't ended meanwhile. Raises `Unsupported` (its imports fail, there is no Python),
+    async def use(self, key: Key) -> FunctionJail:
+        """A jail that isn't ended before it is `left`. Raises `Unsupported` (its imports fail, there is no Python),
         `CreateFailed`, `QuotaExceeded` where as many as may be are in use."""
         jail = self._jails.get(key)
         if jail is None or jail.broken is not None:
             jail = await self._made(key)
         jail.users += 1
-        try:
-            yield jail
-        finally:
-            jail.users -= 1
-            jail.used_at = self._clock.monotonic()
+        return jail
+
+    def left(self, jail: FunctionJail) -> None:
+        """Once for each `use`."""
+        jail.users -= 1
+        jail.used_at = self._clock.monotonic()
 
     def counts(self) -> dict[str, int]:
         """How many there are, and how many are being made."""

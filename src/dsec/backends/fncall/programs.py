@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 
 from dsec.backends.fncall import messages
-from dsec.backends.fncall.pool import Jails
+from dsec.backends.fncall.pool import Jails, Key
 from dsec.backends.fncall.run import Ended, Run
 from dsec.errors import InvalidRequest
 from dsec.grading.running import Job, Ran
@@ -40,27 +40,35 @@ class CellRunner:
         try:
             if job.files:
                 given.append(_memfd(messages.file_of_files(job.files)))
-            async with self._jails.using(key) as jail:
-                lane = await jail.take()
-                try:
-                    run = Run(lane, call, limits, answers=False, fds=given)
-                    try:
-                        ended = await run.done
-                        fetched = {}
-                        if job.fetch:
-                            top = await jail.directory(lane)
-                            try:
-                                fetched = _fetched(top, job)
-                            finally:
-                                os.close(top)
-                    finally:
-                        run.stop()
-                finally:
-                    jail.give(lane)
+            ended, fetched = await self._run(key, call, limits, given, job)
         finally:
             for fd in given:
                 os.close(fd)
         return Ran(status=_status(ended, job.limits), stdout=ended.stdout, stderr=ended.stderr, fetched=fetched)
+
+    async def _run(
+        self, key: Key, call: bytes, limits: FunctionLimits, given: list[int], job: Job
+    ) -> tuple[Ended, dict[bytes, bytes]]:
+        jail = await self._jails.use(key)
+        try:
+            lane = await jail.take()
+            try:
+                run = Run(lane, call, limits, answers=False, fds=given)
+                try:
+                    ended = await run.done
+                    if not job.fetch:
+                        return ended, {}
+                    top = await jail.directory(lane)
+                    try:
+                        return ended, _fetched(top, job)
+                    finally:
+                        os.close(top)
+                finally:
+                    run.stop()
+            finally:
+                jail.give(lane)
+        finally:
+            self._jails.left(jail)
 
 
 def _limits(limits: JudgeLimits) -> FunctionLimits:

@@ -7,10 +7,12 @@ and is taken for nothing more: its form and size are checked here, its value is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import marshal
 import os
 import struct
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, cast
@@ -21,24 +23,36 @@ from msgspec import Struct
 from dsec.backends.fncall.pool import Jails, Key
 from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.run import Ended, Run
-from dsec.errors import CallerError, CreateFailed, DsecError, InvalidRequest, Unsupported
+from dsec.errors import CallerError, CreateFailed, DsecError, InvalidRequest, PlatformError, Unsupported
 from dsec.grading.programs import Programs, compile_job
 from dsec.grading.running import Job
 from dsec.grading.slots import Slots
 from dsec.grading.tools import PROGRAM, TOOLS
 from dsec.plan.turns import Path
 from dsec.spec.causes import Cause
-from dsec.spec.functions import FunctionBatch, FunctionCall, FunctionError, FunctionResult, FunctionSpec
+from dsec.spec.functions import (
+    FunctionBatch,
+    FunctionCall,
+    FunctionError,
+    FunctionLimits,
+    FunctionResult,
+    FunctionSpec,
+)
 from dsec.spec.judging import JudgeLimits, Language
+from dsec.spec.sandbox import MIB
 
-_ATTEMPTS = 2
-"""Of a call that never began, because its jail was gone."""
-_MESSAGES = {
+_SAID = {
     Cause.COMMAND_TIMEOUT: "it ran into its limit of time",
     Cause.MEMORY_LIMIT: "it ran into its limit of memory",
     Cause.OUTPUT_LIMIT: "it wrote more than output_bytes",
     Cause.KILLED: "it closed its result channel and went on",
 }
+"""What a cause means for a call."""
+_WORTH_COMPILING = 8
+"""Calls in a batch; or the second batch of the same source."""
+_CODES = 256
+_ATTEMPTS = 2
+"""Of a call that never began, because its jail was gone."""
 
 
 class _Answer(Struct, frozen=True):
@@ -59,13 +73,14 @@ class FunctionService:
         self._slots = Slots(places or 2 * (os.cpu_count() or 1))
         self._runner = CellRunner(jails)
         self._programs = Programs()
+        self._codes: OrderedDict[tuple[Key, str, str], bytes] = OrderedDict()
         self._numbers = itertools.count()
 
     async def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
         """See `ports.FunctionHost`."""
         check(batch)
         caller: Path = (project, next(self._numbers))
-        one = await self._prepared(caller, project, batch.function)
+        one = await self._prepared(caller, project, batch.function, len(batch.calls))
         results: asyncio.Queue[FunctionResult | DsecError] = asyncio.Queue()
         indices = iter(range(len(batch.calls)))
         stopped = False
@@ -100,21 +115,29 @@ class FunctionService:
             await asyncio.gather(*workers, return_exceptions=True)
             everything.cancel()
 
+    async def call(self, project: str, spec: FunctionSpec, call: FunctionCall) -> FunctionResult:
+        """One call, as `stream`."""
+        results = cast(
+            "AsyncGenerator[FunctionResult]", self.stream(project, FunctionBatch(function=spec, calls=[call]))
+        )
+        async with aclosing(results):
+            return await anext(results)
+
     # --- kinds of functions ---
 
-    async def _prepared(self, caller: Path, project: str, spec: FunctionSpec) -> Callable[..., Any]:
+    async def _prepared(self, caller: Path, project: str, spec: FunctionSpec, count: int) -> Callable[..., Any]:
         """What runs one call of it."""
         if spec.language is Language.PYTHON:
             key = self._jails.key(project, spec.environment, spec.imports)
-            async with self._jails.using(key):
-                pass  # so that what is wrong with it is told at once
-            limits = spec.limits
-            base = {
+            self._jails.left(await self._jails.use(key))  # so that what is wrong with it is told at once
+            base: dict[str, Any] = {
                 "source": spec.source,
                 "name": spec.name,
                 "take": spec.take,
                 "env": spec.env,
-                "limit": limits.result_bytes,
+                "limit": spec.limits.result_bytes,
+                "compile": False,
+                "code": await self._code(caller, key, spec, count),
             }
 
             async def warm(index: int, call: FunctionCall) -> FunctionResult:
@@ -139,22 +162,48 @@ class FunctionService:
     async def _warm(self, index: int, key: Key, spec: FunctionSpec, payload: bytes) -> FunctionResult:
         for attempt in itertools.count(1):
             try:
-                async with self._jails.using(key) as jail:
-                    lane = await jail.take()
-                    try:
-                        run = Run(lane, payload, spec.limits, answers=bool(spec.name))
-                        try:
-                            return _result(index, spec, await run.done)
-                        finally:
-                            run.stop()
-                    finally:
-                        jail.give(lane)
+                return _result(index, spec, await self._ended(key, spec.limits, payload, answers=bool(spec.name)))
             except CallerError:
                 raise
             except DsecError as error:
                 if attempt == _ATTEMPTS or not isinstance(error, CreateFailed):
                     return _failed(index, error)
         raise AssertionError
+
+    async def _ended(self, key: Key, limits: FunctionLimits, payload: bytes, *, answers: bool) -> Ended:
+        jail = await self._jails.use(key)
+        try:
+            lane = await jail.take()
+            try:
+                run = Run(lane, payload, limits, answers=answers)
+                try:
+                    return await run.done
+                finally:
+                    run.stop()
+            finally:
+                jail.give(lane)
+        finally:
+            self._jails.left(jail)
+
+    async def _code(self, caller: Path, key: Key, spec: FunctionSpec, count: int) -> bytes:
+        """The source compiled, for workers to begin with; b"" where that isn't worth a call, or fails. Made by a worker
+        that runs none of it, so that no call has a hand in another's code."""
+        name = (key, spec.name, spec.source)
+        known = self._codes.get(name)
+        if not spec.source or known:
+            return known or b""
+        code = b""
+        if known is not None or count >= _WORTH_COMPILING:
+            base = {"source": spec.source, "name": spec.name, "limit": 16 * MIB, "compile": True, "code": b""}
+            with contextlib.suppress(msgspec.MsgspecError, PlatformError):
+                async with self._slots.turn(caller):
+                    ended = await self._ended(key, FunctionLimits(), _framed(base), answers=True)
+                if ended.answer is not None:
+                    code = msgspec.msgpack.decode(_DECODER.decode(ended.answer).value, type=bytes | None) or b""
+        self._codes[name] = code
+        if len(self._codes) > _CODES:
+            self._codes.popitem(last=False)
+        return code
 
     async def _cold(
         self, index: int, project: str, spec: FunctionSpec, source: dict[bytes, bytes], call: FunctionCall
@@ -183,7 +232,7 @@ class FunctionService:
             index=index,
             ok=status.cause is Cause.EXITED and status.exit_code == 0,
             cause=status.cause,
-            message=_MESSAGES.get(status.cause, status.message),
+            message=status.message,
             exit_code=status.exit_code,
             stdout=ran.stdout,
             stderr=ran.stderr,
@@ -270,14 +319,15 @@ def check(batch: FunctionBatch) -> None:
 
 
 def _payload(base: dict[str, Any], spec: FunctionSpec, call: FunctionCall) -> bytes:
+    own = {"args": call.args, "kwargs": call.kwargs, "stdin": call.stdin, "files": {**spec.files, **call.files}}
     try:
-        body = marshal.dumps(
-            base
-            | {"args": call.args, "kwargs": call.kwargs, "stdin": call.stdin, "files": {**spec.files, **call.files}},
-            2,
-        )
+        return _framed(base | own)
     except ValueError:
         raise InvalidRequest("an argument is of no type that can be passed", field="args") from None
+
+
+def _framed(call: dict[str, Any]) -> bytes:
+    body = marshal.dumps(call, 2)
     return struct.pack("<I", len(body)) + body
 
 
@@ -309,7 +359,7 @@ def _result(index: int, spec: FunctionSpec, ended: Ended) -> FunctionResult:
     value: Any = None
     error: FunctionError | None = None
     files: dict[str, bytes] = {}
-    message = _MESSAGES.get(ended.cause, "")
+    message = _SAID.get(ended.cause, "")
     ok = ended.cause is Cause.EXITED and not ended.exit_code
     if ended.too_large:
         error = FunctionError(type="ResultRefused", message=f"an answer of more than {spec.limits.result_bytes} bytes")
