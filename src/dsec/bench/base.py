@@ -14,11 +14,12 @@ from dsec.store.environments import EnvironmentStore
 
 @contextmanager
 def mounted_base(state: Path, environment: str, target: Path) -> Iterator[Path]:
-    """Mount the lowest layer of `environment` of the server on `state` at `target`. Raises `EnvironmentNotFound`."""
+    """Mount the largest layer of `environment` of the server on `state` at `target` (the lowest is the runtime,
+    whichever version made it). Raises `EnvironmentNotFound`."""
     store = EnvironmentStore(state)
-    base = next(digest for digest in reversed(store.get(environment).layers) if digest != store.runtime())
+    layers = [store.layers.files(digest) for digest in store.get(environment).layers]
+    image, data = max(layers, key=lambda files: sum(file.stat().st_size for file in files if file is not None))
     target.mkdir(parents=True)
-    image, data = store.layers.files(base)
     ErofsMount(image, target, data=data).mount()
     try:
         yield target
