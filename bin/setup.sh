@@ -1,6 +1,7 @@
 # Sourced by the scripts in bin/. Installs what is missing and says what; when nothing is missing it takes a few milliseconds.
 #
 #   . bin/setup.sh server    Debian packages that the server needs, and .venv with the project in it
+#   . bin/setup.sh cluster   also what a cluster's processes need
 #   . bin/setup.sh peers     also the sandbox tools that `dsec bench` compares with
 #   . bin/setup.sh tests     also the tools of tests, Debian's and Python's: three times as much to download
 #
@@ -70,11 +71,11 @@ _dsec_find_python() {
     command -v "$found"
 }
 
-# Whether .venv has what is asked for: its key names the checkout, pyproject.toml and the extra; `dev` has the server's too.
+# Whether .venv has what is asked for: its key names the checkout, pyproject.toml and the extra; `dev` has all others, `cluster` the server's.
 _dsec_venv_has() {
     local has
     has=$(cat "$DSEC_ROOT/.venv/.dsec-key" 2>/dev/null) && [ -x "$DSEC_PYTHON" ] || return
-    [ "$has" = "$1 $2" ] || [ "$has" = "dev $2" ]
+    [ "$has" = "$1 $2" ] || [ "$has" = "dev $2" ] || [ "$1 $has" = "server cluster $2" ]
 }
 
 # .venv, made again when pyproject.toml or the checkout's place changes, or more is asked for.
@@ -118,6 +119,7 @@ PYTHON
 _dsec_packages "$1"
 case $1 in
     tests) _dsec_venv dev ;;
+    cluster) _dsec_venv cluster ;;
     *) _dsec_venv server ;;
 esac
 _dsec_record

@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import resource
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,7 +33,7 @@ from dsec.api.e2b import E2bConfig
 from dsec.api.layers import OPERATOR
 from dsec.api.metrics import installed_version
 from dsec.api.sandboxfusion import FusionConfig
-from dsec.api.serve import ApiServer
+from dsec.api.serve import ApiServer, Stop
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.container.host import Host
 from dsec.backends.container.jails import ContainerJails
@@ -56,7 +55,7 @@ from dsec.grading.judge import Judge
 from dsec.grading.running import FirstOf
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
-from dsec.kernel import heap, zram
+from dsec.kernel import zram
 from dsec.kernel.census import instance_of
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding, probe_host
@@ -94,6 +93,8 @@ class Config(Struct, frozen=True, kw_only=True):
     run: Path
     store: str = ""
     """URL of the store that nodes share, as `open_store` takes it; empty: none."""
+    edge: int | None = None
+    """Its number in a cluster; None: there is none."""
     registries: Registries = Registries()
     """Which callers may name."""
     lazy: Way = ""
@@ -173,7 +174,7 @@ def open_host(config: Config) -> Host:
 
     Raises `PermissionDenied` for who isn't root.
     """
-    _check_root()
+    check_root()
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     config.run.mkdir(mode=0o711, parents=True, exist_ok=True)
     ledger = Ledger(config.state / "host.json")
@@ -248,7 +249,7 @@ def run_filler(state: Path, *, fuse: bool) -> int:
     return 0
 
 
-def _make_state(config: Config) -> None:
+def make_state(config: Config) -> None:
     """The state directory, for root alone: it holds keys. Raises `InvalidRequest`."""
     try:
         config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,7 +260,7 @@ def _make_state(config: Config) -> None:
         ) from None
 
 
-def _check_root() -> None:
+def check_root() -> None:
     if os.geteuid() != 0:
         raise PermissionDenied("a server needs root: it makes namespaces, mounts and cgroups", remedy="Run it as root.")
 
@@ -279,9 +280,9 @@ async def open_edge(
     Raises `PermissionDenied` for who isn't root, `Unavailable` where another server has the state directory,
     `InvalidRequest` where the operator's file about the network has a mistake.
     """
-    _check_root()
+    check_root()
     async with AsyncExitStack() as undo:
-        state = StateDir(config.state)  # its lock comes first: a second server must not touch the host
+        state = StateDir(config.state, edge=config.edge)  # its lock comes first: a second must not touch the host
         undo.callback(state.close)
         network = read_network(config.state)
         gateways = await undo.enter_async_context(open_gateways(config.state))
@@ -371,9 +372,9 @@ def serve(
     """
     configure(log_format, log_level)
     config = read_config(state)
-    _check_root()
-    _make_state(config)
-    _raise_open_files()
+    check_root()
+    make_state(config)
+    raise_open_files()
     try:
         uvloop.run(_serve(config, host, port, keep=on_exit == "keep"))
     except asyncio.CancelledError:
@@ -381,7 +382,7 @@ def serve(
     return 0
 
 
-def _raise_open_files() -> None:
+def raise_open_files() -> None:
     """A channel, and with a network two sockets, for each sandbox, and every connection: the usual 1,024 are few."""
     for most in (1 << 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
         with contextlib.suppress(OSError, ValueError):
@@ -390,17 +391,21 @@ def _raise_open_files() -> None:
 
 
 async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
-    stop = asyncio.Event()
-    opening = asyncio.current_task()
+    stop = Stop()
+    async with open_api(config, keep=keep) as (edge, api):
+        server = ApiServer(api, host, port)
+        await server.start()
+        try:
+            await _write_client(config, edge, server.url)
+            log.info("serving at %s, state in %s", server.url, config.state)
+            await stop.wait()
+        finally:
+            await server.stop()
 
-    def on_signal() -> None:
-        stop.set()
-        if opening is not None and not ready:
-            opening.cancel()
 
-    ready = False
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+@asynccontextmanager
+async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, Api]]:
+    """The edge of this node and its HTTP, not yet on a socket. Raises as `open_edge` and `open_layers`."""
     e2b, fusion = read_e2b(config), read_fusion(config)
     environments = open_environments(config)
     await asyncio.to_thread(environments.ensure_default, _build_default)
@@ -442,16 +447,9 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             ),
             fusion=fusion,
         )
-        server = ApiServer(api, host, port)
-        await server.start()
         try:
-            await _write_client(config, edge, server.url)
-            ready = True
-            heap.settle()
-            log.info("serving at %s, state in %s", server.url, config.state)
-            await heap.tidy_until(stop)
+            yield edge, api
         finally:
-            await server.stop()
             await builds.close()
 
 

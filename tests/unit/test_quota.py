@@ -44,6 +44,19 @@ def test_what_was_sent_counts_until_it_is_certain_that_it_never_arrived() -> Non
     assert holder.free("lab/x") == 10
 
 
+def test_what_was_sent_to_the_next_process_outlives_its_first_report() -> None:
+    """An order may pass the first report of a node that has just joined again."""
+    holder = Holder("a", lambda project: ["lab"], expiry_s=60.0)
+    holder.shares["lab"] = 10
+    holder.report(1, "first", {}, now=0.0)
+    holder.spend("lab", 1, 4, now=1.0)
+    holder.joined(1)
+    holder.spend("lab", 1, 4, now=2.0)
+    assert holder.free("lab") == 2
+    holder.report(1, "second", {"lab": Charged(0, 3)}, now=3.0)
+    assert holder.free("lab") == 3, "three live, four on their way"
+
+
 def test_without_a_quota_nothing_is_counted() -> None:
     holder = Holder("a", lambda project: [], expiry_s=60.0)
     holder.spend("p", 1, 5, now=0.0)

@@ -10,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from dsec.api.app import Api
-from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, READY_EXTENSION
+from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, READY_EXTENSION, Receive, Scope, Send
+from dsec.api.metrics import ServerMetrics
 from dsec.api.ports.raw import RAW, RawConnection
-from dsec.api.quick import BEGINS, Waiting
+from dsec.api.quick import BEGINS, Lane, Waiting
 from dsec.errors import ErrorBody, Unavailable
+from dsec.kernel import heap
 
 WS_MESSAGE_BYTES = 4 << 20
 BACKLOG = 4096
@@ -65,7 +67,7 @@ class CorkedTransport:
         return getattr(self._transport, name)
 
 
-class Protocol(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with errors in our form, bounded headers, a way to cut an answer, and answers that leave
     whole. Before uvicorn sees a request that comes in one piece, the short way of commands may take it (`_quick`)."""
 
@@ -221,7 +223,7 @@ class Protocol(HttpToolsProtocol):
 class _Wire:
     """What a `RawConnection` borrows of its connection."""
 
-    def __init__(self, protocol: Protocol) -> None:
+    def __init__(self, protocol: HttpProtocol) -> None:
         self._protocol = protocol
 
     def pause(self) -> None:
@@ -260,10 +262,31 @@ class _Server(uvicorn.Server):
         await self.exit_wanted.wait()
 
 
+class Hosts(Protocol):
+    """Which host names are ports' of sandboxes."""
+
+    def claims(self, host: bytes) -> bool: ...
+
+
+class App(Protocol):
+    """What is served: `dsec.api.app.Api`, or what stands before it or in its place."""
+
+    @property
+    def metrics(self) -> ServerMetrics: ...
+    @property
+    def ports(self) -> Hosts: ...
+    @property
+    def lane(self) -> Lane | None:
+        """The short way for short commands, which goes around `__call__`."""
+        ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class ApiServer:
     """The running server: `start`, then `stop`."""
 
-    def __init__(self, api: Api, host: str, port: int, *, grace_s: float = 2.0) -> None:
+    def __init__(self, api: App, host: str, port: int, *, grace_s: float = 2.0) -> None:
         """`port` 0: any free one."""
         self._api = api
         self._host = host
@@ -297,7 +320,7 @@ class ApiServer:
         self._socket = sock
         config = uvicorn.Config(
             self._api,
-            http=Protocol,
+            http=HttpProtocol,
             ws=WebSocketProtocol,
             ws_per_message_deflate=False,
             ws_ping_interval=None,  # a peer that doesn't read for a while is no dead peer
@@ -337,3 +360,29 @@ class ApiServer:
             server.force_exit = True
         await task
         self._server = self._task = None
+
+
+class Stop:
+    """SIGTERM and SIGINT: before `wait` they cancel the task that makes this, in it they end it."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._opening = asyncio.current_task()
+        self._ready = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self._event.set()
+        if self._opening is not None and not self._ready:
+            self._opening.cancel()
+
+    def end(self) -> None:
+        """As a signal does."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """All is open; returns when it is to end."""
+        self._ready = True
+        heap.settle()
+        await heap.tidy_until(self._event)

@@ -9,6 +9,7 @@ import click
 from dsec.cli import (
     audit,
     calling,
+    cluster,
     commands,
     complete,
     copy,
@@ -58,6 +59,7 @@ for _command in (
     *host.COMMANDS,
     *audit.COMMANDS,
     *sim.COMMANDS,
+    *cluster.COMMANDS,
     *grading.COMMANDS,
     *judging.COMMANDS,
     *calling.COMMANDS,

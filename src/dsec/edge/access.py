@@ -60,6 +60,8 @@ class Access:
         self._clock = clock
         self._find = find
         self._keys = {key.hash: key for key in journal.api_keys()}
+        self.asserted: Callable[[str], Principal] | None = None
+        """In a cluster: whom an apiserver speaks for. API keys aren't this node's business then."""
 
     def authenticate(self, bearer: str) -> Principal:
         """Whose this is. Raises `Unauthenticated`."""
@@ -71,6 +73,8 @@ class Access:
                 or hmac.compare_digest(digest(self.access_token(record.id)), hashed)
             ):
                 return Principal(record.project, record.id)
+        elif self.asserted is not None:
+            return self.asserted(bearer)
         else:
             key = self._keys.get(hashed)  # by hash: how far it matches says nothing about the key
             if key is not None and key.revoked_at is None:

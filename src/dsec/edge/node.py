@@ -14,6 +14,7 @@ from pathlib import Path
 from dsec.channel import streams
 from dsec.edge.access import Access, no_sandbox
 from dsec.edge.client import ApiKey, Created, DeleteItem, NodeInfo, Page, Principal
+from dsec.edge.clustered import Clustered
 from dsec.edge.commands import Commands, RunningCommand
 from dsec.edge.config import Capacity, EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.events import Events
@@ -65,7 +66,7 @@ BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
 
 
-class Edge(KeptCalls, FileCalls):
+class Edge(KeptCalls, FileCalls, Clustered):
     """One node's agent. Every method is described in `dsec.edge.client.EdgeClient`."""
 
     def __init__(

@@ -16,7 +16,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from dsec.errors import Internal, Unavailable
+from dsec.errors import Internal, InvalidRequest, Unavailable
 
 SCHEMA_VERSION = 1
 RESERVE = 1 << 16
@@ -29,7 +29,7 @@ class StateDir:
     def __init__(self, path: Path, *, edge: int | None = None) -> None:
         """Lock `path` (made, mode 0700, where it is missing) and read or write its node facts. `edge` sets the edge
         number of a new one (None: 0). Raises `Unavailable` where another server has it, `Internal` where its facts
-        can't be read."""
+        can't be read, `InvalidRequest` where it is another edge's."""
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _lock(path)
@@ -38,6 +38,11 @@ class StateDir:
             if facts is None:
                 facts = {"schema": SCHEMA_VERSION, "edge": edge or 0, "key": secrets.token_hex(32), "reserved": 0}
             self.edge = int(facts["edge"])
+            if edge is not None and edge != self.edge:
+                raise InvalidRequest(
+                    f"{path} is the state of edge {self.edge}, not of edge {edge}",
+                    remedy="Name another state directory, or that edge's credentials.",
+                )
             self.key = bytes.fromhex(facts["key"])
             self._projects = {name: number for number, name in enumerate(facts.get("projects", ()))}
             self._next = int(facts["reserved"])

@@ -72,9 +72,11 @@ def _with(ledger: Ledger, holder: str, amount: int) -> Ledger:
 class _Track:
     """Of one project, on one node, for this holder."""
 
-    __slots__ = ("live", "pending", "sent", "taken")
+    __slots__ = ("before", "live", "pending", "sent", "taken")
 
     def __init__(self) -> None:
+        self.before: int | None = None
+        """How much of `pending` was sent before the node's last claim; None: there was none since the last report."""
         self.sent: deque[list[float]] = deque()
         """[when, how many], oldest first, of what no report has shown yet."""
         self.pending = 0
@@ -123,6 +125,11 @@ class Holder:
             track.pending += count
             self._add(ledgers, count)
 
+    def joined(self, edge: int) -> None:
+        """The node has made another claim: what is sent from now on is for that one."""
+        for track in self._tracks.get(edge, {}).values():
+            track.before = track.pending
+
     def refused(self, project: str, edge: int, count: int) -> None:
         """The node has said that it didn't take them, or they were never sent."""
         track = self._tracks.get(edge, {}).get(project)
@@ -135,8 +142,10 @@ class Holder:
         if self._instances.setdefault(edge, instance) != instance:
             self._instances[edge] = instance
             for project, track in tracks.items():  # what the one before didn't take, this one won't
-                self._arrived(project, track, track.pending)
+                self._arrived(project, track, track.pending if track.before is None else track.before)
                 track.taken = 0
+        for track in tracks.values():
+            track.before = None
         for project in {**tracks, **charged}:
             track = tracks.setdefault(project, _Track())
             said = charged.get(project, Charged(track.taken, 0))

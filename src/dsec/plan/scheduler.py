@@ -134,6 +134,7 @@ class Scheduler:
         else placed again."""
         if not claim.lost:
             self._claims[facts.edge] = claim
+            self.holder.joined(facts.edge)
             self._reopen(facts.edge)
             self.watch.join(facts, now)
             self.placer.join(facts)

@@ -46,3 +46,10 @@ def decode_id(text: str, key: bytes) -> SandboxId | None:
     return SandboxId(
         int.from_bytes(body[:2], "big"), int.from_bytes(body[2:5], "big"), int.from_bytes(body[5:9], "big")
     )
+
+
+def edge_of(text: str) -> int | None:
+    """The edge that an id names, None where it is malformed. Whether the id is good only that edge can say."""
+    if not _PATTERN.fullmatch(text):
+        return None
+    return int(text[:8], 32) >> 24

@@ -52,6 +52,12 @@ def find(host: bytes, domain: str) -> Target | None:
     return Target(sandbox_id, int(digits))
 
 
+def find_any(host: bytes) -> str | None:
+    """The sandbox that a `Host` names, under whatever domain; None: the API itself. For who only passes it on."""
+    match = _SANDBOX.fullmatch(_bare(host)) if len(host) <= _MAX_HOST else None
+    return None if match is None else match[2].decode()
+
+
 def domain_here(domain: str | None, port: int) -> str:
     """The domain that clients are told: the one that is set, or this machine's with the port that the server has."""
     return domain or f"{LOCAL}:{port}"

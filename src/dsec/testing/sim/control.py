@@ -331,13 +331,16 @@ class Api:
             self.world.store.put_if(self.name, f"ledger/{ledger}", revision, new, lambda *_: None)
 
     def _charged(self, holder: str, ledger: str) -> int:
-        """What nodes say is charged to another holder."""
+        """What nodes say is charged to another holder; more than any share while not all have been heard, so that
+        nothing is taken away."""
         watch = self.scheduler.watch
+        if not self._ready:
+            return 1 << 40  # it doesn't even know which nodes there are
         total = 0
         for edge in watch.edges():
             report = watch.report(edge)
             if report is None or watch.health(edge) is Health.SILENT:
-                return 1 << 40  # not all have been heard: nothing is taken away
+                return 1 << 40
             for project, charged in report.charged.get(holder, {}).items():
                 if ledger in self.world.ledgers(project):
                     total += charged.live

@@ -23,6 +23,8 @@ from dsec.testing.sim.wires import Network, Store
 
 LIVE_A_NODE = 2400
 """Mean at the published peak."""
+EARLY_ENDS = 1.25
+"""So many more have to begin, as trainers and nodes die and take theirs along."""
 LOOK_S = 20.0
 LABS = 5
 
@@ -173,7 +175,7 @@ class World:
         """A trainer begins; the next one comes by chance."""
         config = self.config
         scale = config.nodes / PRODUCTION_NODES
-        rate = config.load * config.nodes * LIVE_A_NODE / mean_life_s()  # sandboxes a second
+        rate = EARLY_ENDS * config.load * config.nodes * LIVE_A_NODE / mean_life_s()  # sandboxes a second
         mean = TASK_P50 * math.exp(TASK_SIGMA**2 / 2) * scale
         size = min(TASK_MAX, TASK_P50 * math.exp(TASK_SIGMA * self._rng.gauss(0.0, 1.0))) * scale
         number = len(self.tasks)

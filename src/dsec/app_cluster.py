@@ -1,0 +1,214 @@
+"""The composition of a cluster's processes: an edge that joins, an apiserver, and what an operator does besides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import uvloop
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dsec.api.metrics import installed_version
+from dsec.api.serve import ApiServer, Stop
+from dsec.app import check_root, make_state, open_api, raise_open_files, read_config
+from dsec.cluster.apiserver import ClusterApi
+from dsec.cluster.bus import Bus, open_bus
+from dsec.cluster.creating import Creations
+from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cluster, read_credentials
+from dsec.cluster.fanout import Fanout
+from dsec.cluster.gate import Gate
+from dsec.cluster.keys import KeyRecord, Keys
+from dsec.cluster.member import Membership, keep_member
+from dsec.cluster.nodes import Nodes
+from dsec.cluster.runs import ClusterRuns, RunRecord
+from dsec.cluster.upstream import Upstream
+from dsec.cluster.wire import ORDER_S, Made, Member
+from dsec.edge.logs import LogFormat, configure
+from dsec.errors import InvalidRequest
+from dsec.plan.iam import Iam
+from dsec.plan.placement import Placer
+from dsec.plan.quota import Holder
+from dsec.plan.scheduler import Scheduler
+from dsec.plan.watch import Watch, WatchPolicy
+from dsec.spec.cluster import NodeFacts
+
+MADE_S = 86400.0
+"""How long a key leads to the nodes of its first request."""
+log = logging.getLogger("dsec.cluster")
+
+
+class Joining(Struct, frozen=True, kw_only=True):
+    """How a process reaches its cluster."""
+
+    urls: list[str]
+    credentials: Path
+    plain: bool = False
+    """The network to the servers is trusted."""
+
+    def read(self, *, edge: bool) -> Credentials:
+        """Raises `InvalidRequest` for the other kind's."""
+        check_urls(self.urls, plain=self.plain)
+        found = read_credentials(self.credentials)
+        if (found.edge is not None) != edge:
+            raise InvalidRequest(f"{self.credentials} are credentials of {found.user}")
+        return found
+
+
+class Listening(Struct, frozen=True, kw_only=True):
+    """Where a process serves HTTP, and how it logs."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    """The URL by which others reach it; empty: where it listens."""
+    log_format: LogFormat = "human"
+    log_level: str = "info"
+
+
+def serve_edge(
+    joining: Joining,
+    listening: Listening,
+    *,
+    state: Path | None = None,
+    labels: dict[str, str] | None = None,
+    on_exit: str = "keep",
+) -> int:
+    """An edge, in the foreground until SIGTERM or SIGINT. Returns the exit code.
+
+    Raises `InvalidRequest`, `Unavailable` (no server of the cluster), and what `dsec serve` raises."""
+    configure(listening.log_format, listening.log_level)
+    credentials = joining.read(edge=True)
+    config = replace(read_config(state), edge=credentials.edge)
+    check_root()
+    make_state(config)
+    raise_open_files()
+
+    async def run() -> int:
+        stop = Stop()
+        ended: list[BaseException] = []
+
+        async def failed(error: BaseException) -> None:
+            ended.append(error)
+            stop.end()
+
+        async with AsyncExitStack() as undo:
+            bus = await open_bus(joining.urls, credentials)
+            undo.push_async_callback(bus.close)
+            edge, api = await undo.enter_async_context(open_api(config, keep=on_exit == "keep"))
+            node = edge.node()
+            facts = NodeFacts(
+                edge=node.edge,
+                backends=tuple(node.backends),
+                labels=labels or {},
+                max_live=node.max_live,
+                max_starting=node.max_starting,
+                memory_capacity_bytes=node.memory_capacity_bytes,
+            )
+            gate = Gate(api, edge)
+            server = ApiServer(gate, listening.host, listening.port)
+            await server.start()
+            undo.push_async_callback(server.stop)
+            member = Membership(edge, bus, facts, url=listening.advertise or server.url, state=config.state)
+            edge.trust(member.asserted)
+            gate.member = member
+            keeping = asyncio.create_task(keep_member(member, failed), name="membership")
+            undo.callback(keeping.cancel)
+            log.info("edge %d at %s, state in %s", node.edge, server.url, config.state)
+            await stop.wait()
+        if ended:
+            raise ended[0]
+        return 0
+
+    return _run(run())
+
+
+def serve_api(joining: Joining, listening: Listening, *, lost_s: float, replicas: int) -> int:
+    """An apiserver, in the foreground until SIGTERM or SIGINT. Returns the exit code. Raises `InvalidRequest`,
+    `Unavailable`."""
+    configure(listening.log_format, listening.log_level)
+    credentials = joining.read(edge=False)
+    raise_open_files()
+
+    async def run() -> int:
+        stop = Stop()
+        async with AsyncExitStack() as undo:
+            bus = await open_bus(joining.urls, credentials)
+            undo.push_async_callback(bus.close)
+            api = await undo.enter_async_context(open_cluster(bus, lost_s=lost_s, replicas=replicas))
+            server = ApiServer(api, listening.host, listening.port)
+            await server.start()
+            undo.push_async_callback(server.stop)
+            log.info("apiserver at %s", server.url)
+            await stop.wait()
+        return 0
+
+    return _run(run())
+
+
+@asynccontextmanager
+async def open_cluster(bus: Bus, *, lost_s: float, replicas: int) -> AsyncIterator[ClusterApi]:
+    """An apiserver's parts. Raises `Unavailable`."""
+    instance = f"{APISERVER}-{secrets.token_hex(6)}"
+    iam = Iam()
+    scheduler = Scheduler(
+        placer=Placer(instance, Random(instance)),
+        watch=Watch(WatchPolicy(lost_s=lost_s, mass_lost_s=10 * lost_s)),
+        holder=Holder(instance, lambda project: (), expiry_s=ORDER_S),
+        iam=iam,
+    )
+    async with AsyncExitStack() as undo:
+        nodes = Nodes(bus, await bus.bucket("dsec_members", Member, replicas=replicas), scheduler)
+        keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas))
+        runs = ClusterRuns(bus, await bus.bucket("dsec_runs", RunRecord, replicas=replicas), nodes)
+        made = await bus.bucket("dsec_made", Made, replicas=replicas, ttl_s=MADE_S)
+        upstream = Upstream(nodes, instance)
+        await upstream.start()
+        undo.push_async_callback(upstream.close)
+        creations = Creations(nodes, upstream, made, runs, instance=instance)
+        await nodes.start()
+        undo.push_async_callback(nodes.close)
+        for each in (keys, runs):
+            each.start()
+            undo.push_async_callback(each.close)
+        yield ClusterApi(
+            nodes=nodes,
+            upstream=upstream,
+            creations=creations,
+            fanout=Fanout(nodes, upstream),
+            keys=keys,
+            runs=runs,
+            version=installed_version(),
+        )
+
+
+def init_cluster(directory: Path, edges: int) -> Sequence[Path]:
+    """Keys of a new cluster: see `make_cluster`."""
+    return make_cluster(directory, edges)
+
+
+def create_key(joining: Joining, project: str, label: str, ttl_s: float | None, replicas: int) -> str:
+    """A new API key of a project, straight into the cluster's store. Raises `InvalidRequest`, `Unavailable`."""
+    credentials = joining.read(edge=False)
+
+    async def run() -> str:
+        bus = await open_bus(joining.urls, credentials)
+        try:
+            keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas))
+            return await keys.create(project, label, ttl_s=ttl_s)
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())
+
+
+def _run(main: Coroutine[None, None, int]) -> int:
+    try:
+        return uvloop.run(main)
+    except asyncio.CancelledError:
+        return 130  # stopped while it was starting

@@ -1,0 +1,367 @@
+"""An apiserver: the same HTTP as one machine's, over all edges.
+
+What names a sandbox goes to the edge in its id, streamed both ways and not looked into; creations go through placement;
+lists and batches are split and put together; keys and runs are the cluster's. Calls that name nothing of the kind
+(environments, layers, builds, the judge) go to any edge that is well: with a shared store it is all the same which.
+What isn't built is refused as `unsupported`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from dsec.api.batch import MAX_ITEMS, BatchRequest, deadline, idempotency_key
+from dsec.api.control import KeyRequest, Keys, NewKey, RunList, RunRenewal, pair
+from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange, Receive, Scope, Send
+from dsec.api.held import GROUP_HOLD_S, HeldAnswer
+from dsec.api.metrics import ServerMetrics, exposition
+from dsec.api.ports.hosts import find_any
+from dsec.api.quick import Lane
+from dsec.cluster.creating import Creations
+from dsec.cluster.fanout import NDJSON, Fanout, edge_for
+from dsec.cluster.keys import Keys as KeyStore
+from dsec.cluster.nodes import Nodes
+from dsec.cluster.runs import ClusterRuns
+from dsec.cluster.sockets import bridge
+from dsec.cluster.upstream import Upstream
+from dsec.cluster.wire import Member
+from dsec.edge.client import Principal
+from dsec.edge.observed import Check, Readiness
+from dsec.edge.tally import Family, Sample
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, PermissionDenied, Unavailable, Unsupported
+from dsec.plan.watch import Health
+from dsec.spec.runs import RunRequest
+from dsec.spec.sandbox import SandboxSpec
+
+OPERATOR = "default"
+"""The project whose keys may look at nodes, cordon them, and make keys of other projects."""
+_SANDBOXES = "/v1/sandboxes/"
+_BATCHES = frozenset({"batch", "delete", "pause", "resume", "rebuild"})
+_SHARED = frozenset({"environments", "layers", "builds", "judge", "functions"})
+_SPEC = msgspec.json.Decoder(SandboxSpec)
+_BATCH = msgspec.json.Decoder(BatchRequest)
+_log = logging.getLogger("dsec.cluster")
+_line = msgspec.json.Encoder().encode
+
+
+class ClusterApi:
+    """ASGI application."""
+
+    def __init__(
+        self,
+        *,
+        nodes: Nodes,
+        upstream: Upstream,
+        creations: Creations,
+        fanout: Fanout,
+        keys: KeyStore,
+        runs: ClusterRuns,
+        version: str,
+    ) -> None:
+        self._nodes = nodes
+        self._upstream = upstream
+        self._creations = creations
+        self._fanout = fanout
+        self._keys = keys
+        self._runs = runs
+        self.metrics = ServerMetrics(version)
+        self.ports = _NoPorts()
+        self.lane: Lane | None = None
+        self._turn = 0
+        self._own: dict[str, Callable[[Exchange, str], Awaitable[None]]] = {
+            "sandboxes": self._sandboxes,
+            "named": self._named,
+            "runs": self._run_calls,
+            "keys": self._key_calls,
+            "node": self._node,
+            "nodes": self._node_calls,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await bridge(scope, receive, send, self._socket_target)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(scope["type"])
+        x = Exchange(scope, receive, send)
+        self.metrics.requests += 1
+        try:
+            await self._route(x)
+        except DsecError as error:
+            self.metrics.errors[error.code] += 1
+            _log.log(logging.WARNING if error.infra else logging.DEBUG, "%s: %s", scope["path"], error)
+            await x.fail(error)
+        except ClientGone:
+            pass
+        except Exception:  # noqa: BLE001 (the last resort: answered, logged, counted as ours)
+            request_id = x.request_id.decode("latin-1")
+            self.metrics.errors[Internal.code] += 1
+            _log.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            await x.fail(Internal("a bug in the server", remedy=f"report it with the log of request {request_id}"))
+
+    # --- where to ---------------------------------------------------------------------------------------------------
+
+    async def _route(self, x: Exchange) -> None:
+        raw: str = x.scope["raw_path"].decode("ascii")
+        target = find_any(x.host)
+        if target is not None:
+            await self._upstream.forward(x, self._nodes.member(edge_for(target), target), None)
+            return
+        if raw.startswith(_SANDBOXES):
+            await self._sandbox(x, raw)
+        elif raw.startswith("/v1/"):
+            x.principal = await self._keys.authenticate(x.bearer())
+            await self._check_run(x)
+            head, _, rest = raw[4:].partition("/")
+            name, _, verb = head.partition(":")
+            if name in self._own:
+                await self._own[name](x, f":{verb}" if verb else rest)
+            elif raw == "/v1/exec:batch":
+                x.only("POST")
+                await self._fanout.exec(x, x.owner())
+            elif name in _SHARED:
+                await self._upstream.forward(x, self._any(), x.owner())
+            else:
+                raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
+        elif raw == "/healthz":
+            x.only("GET")
+            await x.answer(200, {"ok": True})
+        elif raw == "/readyz":
+            x.only("GET")
+            found = self._readiness()
+            await x.answer(200 if found.ok else 503, found)
+        elif raw == "/openapi.json":
+            x.only("GET")
+            await self._upstream.forward(x, self._any(), None)
+        elif raw == "/metrics":
+            x.only("GET")
+            await self._metrics(x)
+        else:
+            raise Unsupported(
+                "other people's clients (E2B, SWE-ReX) aren't served by an apiserver yet",
+                remedy="Use dsec's own client, or a server of one machine.",
+            )
+
+    async def _sandbox(self, x: Exchange, raw: str) -> None:
+        """A call on one sandbox: its edge's business. A sandbox's token is for the edge to look at, too."""
+        sandbox_id = raw[len(_SANDBOXES) :].partition("/")[0]
+        bearer = x.bearer()
+        principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
+        x.principal = principal or Principal("", sandbox_id)
+        await self._check_run(x)
+        await self._upstream.forward(x, self._nodes.member(edge_for(sandbox_id), sandbox_id), principal)
+
+    async def _check_run(self, x: Exchange) -> None:
+        speaks_for = x.run()
+        if speaks_for is not None and x.principal is not None and x.principal.sandbox_id is None:
+            await self._runs.check(x.principal.project, *speaks_for)
+
+    def _any(self) -> Member:
+        """An edge that is well, each in turn. Raises `Unavailable`."""
+        well = [each for each in self._nodes.alive() if self._nodes.health(each.claim.edge) is not Health.SILENT]
+        if not well:
+            raise Unavailable("no edge of the cluster can be reached now", remedy="Try again in a moment.")
+        self._turn += 1
+        return well[self._turn % len(well)]
+
+    async def _socket_target(self, scope: Scope) -> tuple[str, dict[str, str]]:
+        """Where a WebSocket goes, and with which headers. Raises as `_sandbox`."""
+        raw = scope["raw_path"].decode("ascii")
+        if not raw.startswith(_SANDBOXES):
+            raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
+        sandbox_id = raw[len(_SANDBOXES) :].partition("/")[0]
+        headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-request-id")}
+        bearer = headers.get(b"authorization", b"").decode("latin-1").partition(" ")[2].strip()
+        member = None
+        if not bearer.startswith("dst_"):
+            principal = await self._keys.authenticate(bearer)
+            member = self._nodes.member(edge_for(sandbox_id), sandbox_id)
+            bearer = self._upstream.bearer(member, principal)
+        member = member or self._nodes.member(edge_for(sandbox_id), sandbox_id)
+        query = scope["query_string"].decode("latin-1")
+        url = "ws" + member.url.removeprefix("http") + raw + ("?" + query if query else "")
+        return url, {"authorization": f"Bearer {bearer}"}
+
+    # --- sandboxes --------------------------------------------------------------------------------------------------
+
+    async def _sandboxes(self, x: Exchange, rest: str) -> None:
+        principal = x.owner()
+        if not rest:
+            x.only("GET", "POST")
+            await (self._list if x.scope["method"] == "GET" else self._create)(x, principal)
+            return
+        x.only("POST")
+        if rest == ":batch":
+            await self._create_many(x, principal)
+        elif rest == ":delete":
+            await x.answer(200, {"results": await self._fanout.delete(x, principal)})
+        elif rest in (":pause", ":resume"):
+            resume = rest == ":resume"
+            await x.answer(200, {"results": await self._fanout.pause(x, principal, resume=resume)})
+        elif rest == ":rebuild":
+            raise Unsupported(
+                "rebuilding isn't there in a cluster yet: trajectories are on their nodes",
+                remedy="Create the sandbox again.",
+            )
+        else:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+
+    async def _create(self, x: Exchange, principal: Principal) -> None:
+        x.check_query("deadline_s", "key")
+        wait_s, key = deadline(x), idempotency_key(x)
+        spec = x.decode(_SPEC, await x.body())
+        answer = await self._creations.one(principal, spec, key=key, deadline_s=wait_s)
+        await x.begin(answer.status, b"application/json", (b"content-length", b"%d" % len(answer.body)))
+        await x.finish(answer.body)
+
+    async def _create_many(self, x: Exchange, principal: Principal) -> None:
+        x.check_query("deadline_s", "key")
+        wait_s, key = deadline(x), idempotency_key(x)
+        request = x.decode(_BATCH, await x.body(MAX_BATCH_BYTES))
+        if request.specs is not None and request.spec is None and request.count is None:
+            specs = request.specs
+        elif request.spec is not None and request.count is not None and request.specs is None:
+            specs = [request.spec] * min(request.count, MAX_ITEMS)
+        else:
+            raise InvalidRequest("a batch is either `specs`, or `spec` and `count`")
+        items = self._creations.many(principal, specs, key=key, deadline_s=wait_s)
+        item = await anext(items)
+        held = HeldAnswer(x, NDJSON, hold_s=GROUP_HOLD_S)
+        async with held:
+            held.push(_line(item) + b"\n")
+            async for item in items:
+                held.push(_line(item) + b"\n")
+                if held.full:
+                    await held.flush()
+            await held.finish()
+
+    async def _list(self, x: Exchange, principal: Principal) -> None:
+        x_query = {name: [value.decode() for value in values] for name, values in x.query.items()}
+        known = {"state", "run", "label", "limit", "after"}
+        if not known.issuperset(x_query):
+            raise InvalidRequest(f"unknown argument {sorted(set(x_query) - known)[0]!r}")
+        limit = x.value("limit", int, 100)
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest("limit is 1 to 1000")
+        for label in x_query.get("label", []):
+            pair(label)
+        query = [(name, value) for name in ("state", "run", "label") for value in x_query.get(name, [])]
+        await x.answer(200, await self._fanout.page(principal, query, limit, x.text("after")))
+
+    async def _named(self, x: Exchange, rest: str) -> None:
+        x.only("GET")
+        x.check_query()
+        run, _, name = rest.partition("/")
+        if not name or "/" in name:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+        await x.answer(200, await self._fanout.named(x.owner(), unquote(run), unquote(name)))
+
+    # --- what is the cluster's --------------------------------------------------------------------------------------
+
+    async def _run_calls(self, x: Exchange, rest: str) -> None:
+        project = x.owner().project
+        if rest == ":renew":
+            x.only("POST")
+            asked = x.decode(msgspec.json.Decoder(RunRenewal), await x.body())
+            await x.answer(200, await self._runs.renew(project, asked.name, asked.epoch))
+        elif rest:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+        elif x.scope["method"] == "POST":
+            asked_run = x.decode(msgspec.json.Decoder(RunRequest), await x.body())
+            await x.answer(200, await self._runs.open(project, asked_run))
+        else:
+            x.only("GET", "POST")
+            x.check_query("name")
+            name = x.text("name")
+            await x.answer(200, RunList(self._runs.list(project) if name is None else [self._runs.get(project, name)]))
+
+    async def _key_calls(self, x: Exchange, rest: str) -> None:
+        principal = x.owner()
+        method = x.scope["method"]
+        if rest:
+            x.only("DELETE")
+            key_id = unquote(rest)
+            if all(key.id != key_id for key in self._keys.list(principal.project)):
+                raise NotFound(f"the project has no key {key_id!r}", remedy="GET /v1/keys lists them")
+            await self._keys.revoke(key_id)
+            await x.empty()
+        elif method == "POST":
+            asked = x.decode(msgspec.json.Decoder(KeyRequest), await x.body())
+            key = await self._keys.create(principal.project, asked.label, asked.policy, by=principal)
+            await x.answer(201, NewKey(principal.project, key))
+        else:
+            x.only("GET", "POST")
+            await x.answer(200, Keys(self._keys.list(principal.project)))
+
+    async def _node(self, x: Exchange, _: str) -> None:
+        raise Unsupported("a cluster has many nodes", remedy="GET /v1/nodes lists them.")
+
+    async def _node_calls(self, x: Exchange, rest: str) -> None:
+        """`/v1/nodes`, `/v1/nodes/{edge}/cordon`, `.../uncordon`"""
+        if x.owner().project != OPERATOR:
+            raise PermissionDenied(f"nodes are for keys of the project {OPERATOR!r}")
+        if not rest:
+            x.only("GET")
+            await x.answer(200, {"nodes": [self._describe(member) for member in self._nodes.members()]})
+            return
+        number, _, verb = rest.partition("/")
+        if not number.isdigit() or len(number) > 5 or verb not in ("cordon", "uncordon"):
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+        x.only("POST")
+        await x.answer(200, self._describe(await self._nodes.cordon(int(number), verb == "cordon")))
+
+    def _describe(self, member: Member) -> dict[str, Any]:
+        claim = member.claim
+        report = self._nodes.scheduler.watch.report(claim.edge)
+        return {
+            "edge": claim.edge,
+            "incarnation": claim.incarnation,
+            "health": "lost" if claim.lost else self._nodes.health(claim.edge).value,
+            "cordoned": member.cordoned,
+            "url": member.url,
+            "backends": list(member.facts.backends),
+            "labels": member.facts.labels,
+            "live": report.live if report is not None else 0,
+            "starting": report.starting if report is not None else 0,
+            "queued": report.queued if report is not None else 0,
+            "max_live": member.facts.max_live,
+            "memory_committed_bytes": report.memory_committed_bytes if report is not None else 0,
+            "memory_capacity_bytes": member.facts.memory_capacity_bytes,
+        }
+
+    def _readiness(self) -> Readiness:
+        try:
+            self._any()
+        except Unavailable as error:
+            return Readiness(False, [Check(name="edges", ok=False, detail=error.message)])
+        return Readiness(True, [Check(name="edges", ok=True)])
+
+    async def _metrics(self, x: Exchange) -> None:
+        x.principal = await self._keys.authenticate(x.bearer())
+        self.metrics.watch()
+        nodes: dict[str, int] = {}
+        for member in self._nodes.members():
+            state = "lost" if member.claim.lost else self._nodes.health(member.claim.edge).value
+            nodes[state] = nodes.get(state, 0) + 1
+        family = Family(
+            "dsec_cluster_nodes",
+            "gauge",
+            "Nodes by health.",
+            [Sample(count, {"health": state}) for state, count in sorted(nodes.items())],
+        )
+        body = exposition([*self.metrics.families(), family])
+        await x.begin(200, b"text/plain; version=0.0.4", (b"content-length", b"%d" % len(body)))
+        await x.finish(body)
+
+
+class _NoPorts:
+    """WebSockets by host name aren't passed on as bytes here."""
+
+    @staticmethod
+    def claims(host: bytes) -> bool:
+        return False

@@ -1,0 +1,75 @@
+"""What a creation asks of a node, under which key it is on record, and how an edge's answer is read. Without I/O."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+from msgspec import Struct
+
+from dsec.edge.kept import BatchItem
+from dsec.errors import ErrorBody, Internal
+from dsec.plan.placement import Ask
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec
+
+
+class Answered(Struct, frozen=True):
+    """An edge's answer to a single creation, to be passed on."""
+
+    status: int
+    body: bytes
+
+
+def ask_of(spec: SandboxSpec, project: str) -> Ask:
+    """What a sandbox needs of a node. Labels of the form `node/NAME` choose nodes by their labels; `node/burst=allow`
+    admits those for overflow."""
+    chosen = {name[5:]: value for name, value in spec.labels.items() if name.startswith("node/")}
+    burst = chosen.pop("burst", "") == "allow"
+    return Ask(
+        memory_bytes=spec.memory_bytes,
+        backend=spec.backend,
+        environment=spec.environment,
+        run=f"{project}\0{spec.run}" if spec.run is not None else "",
+        labels=frozenset(chosen.items()),
+        burst=burst,
+    )
+
+
+def record_key(project: str, spec: SandboxSpec, key: str | None) -> str | None:
+    """Under which a single creation is on record: by its name, else by its key, else not at all."""
+    if spec.name is not None:
+        return name_key(project, spec.run, spec.name)
+    return None if key is None else "k" + hash_of(f"{project}\0{key}")
+
+
+def name_key(project: str, run: str | None, name: str) -> str:
+    """Under which the node of a name is on record."""
+    return "n" + hash_of(f"{project}\0{run or ''}\0{name}")
+
+
+def item_of(index: int, answer: Answered) -> BatchItem:
+    """A single creation's answer as an item."""
+    try:
+        if answer.status < 300:
+            return BatchItem(index=index, sandbox=msgspec.json.decode(answer.body, type=SandboxInfo))
+        return BatchItem(index=index, error=msgspec.json.decode(answer.body, type=ErrorBody))
+    except msgspec.MsgspecError:
+        return BatchItem(index=index, error=Internal("a node's answer can't be read").body())
+
+
+def comes_again(answer: Answered) -> bool:
+    """Nothing was made, and the same node may do better in a moment: it is joining, starting or stopping."""
+    return answer.status == 401 or (answer.status == 503 and b'"admission_timeout"' not in answer.body)
+
+
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def short(key: str) -> str:
+    """A key of ours for an edge, whatever the length of the caller's."""
+    return "c" + hash_of(key)
+
+
+def digest_of(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:32]

@@ -1,0 +1,213 @@
+"""NATS, as much of it as the cluster uses: publish, ask, subscribe, and key-value buckets with compare-and-set.
+
+Owns the connection, which is made anew for as long as it takes. Everything that isn't an answer is `Unavailable`.
+Values are msgspec structs as JSON. Invariant: a `Bucket`'s change is never repeated here; whoever gets no answer looks
+again and finds out by the revision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.errors import (
+    BucketNotFoundError,
+    KeyDeletedError,
+    KeyNotFoundError,
+    KeyWrongLastSequenceError,
+)
+from nats.js.kv import KeyValue
+
+from dsec.cluster.credentials import Credentials
+from dsec.errors import Unavailable
+
+T = TypeVar("T")
+ASK_S = 5.0
+PENDING_BYTES = 8 << 20
+log = logging.getLogger("dsec.cluster")
+_encode = msgspec.json.Encoder().encode
+
+
+class Bus:
+    """A connection to the cluster's servers."""
+
+    def __init__(self, client: Client) -> None:
+        """Use `open_bus`."""
+        self._client = client
+        self._stream: JetStreamContext = client.jetstream(timeout=ASK_S)
+        self.reconnected: Callable[[], None] = lambda: None
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._client.is_connected)
+
+    async def publish(self, subject: str, value: object) -> None:
+        """To whoever listens, or nobody. Dropped where the servers can't be reached: what is published is a state that
+        is published again."""
+        if self.connected:
+            with contextlib.suppress(NatsError):
+                await self._client.publish(subject, _encode(value))
+
+    async def ask(self, subject: str, value: object, timeout_s: float = ASK_S) -> bytes:
+        """The answer of one who listens. Raises `Unavailable`."""
+        try:
+            answer: Msg = await self._client.request(subject, _encode(value), timeout=timeout_s)
+        except (NatsError, TimeoutError, OSError) as error:
+            raise Unavailable(f"nobody answered at {subject}: {error or type(error).__name__}") from error
+        return answer.data
+
+    async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]], *, group: str = "") -> None:
+        """Call `heard` for what comes; of a `group` one hears each. It must not raise."""
+        await self._client.subscribe(subject, queue=group, cb=heard)
+
+    async def bucket(self, name: str, kind: type[T], *, replicas: int, ttl_s: float | None = None) -> Bucket[T]:
+        """A key-value bucket, made where it isn't there. Raises `Unavailable`."""
+        try:
+            try:
+                store = await self._stream.key_value(name)
+            except BucketNotFoundError:
+                store = await self._stream.create_key_value(
+                    KeyValueConfig(
+                        bucket=name,
+                        history=1,
+                        ttl=ttl_s,
+                        replicas=replicas,
+                        storage=StorageType.FILE,
+                    )
+                )
+        except (NatsError, TimeoutError) as error:
+            raise Unavailable(f"the bucket {name!r} isn't there: {error or type(error).__name__}") from error
+        return Bucket(store, kind)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(NatsError, TimeoutError):
+            await self._client.close()
+
+
+class Bucket(Generic[T]):
+    """Records of one kind by key."""
+
+    def __init__(self, store: KeyValue, kind: type[T]) -> None:
+        self._store = store
+        self._decode = msgspec.json.Decoder(kind).decode
+
+    async def get(self, key: str) -> tuple[int, T | None]:
+        """Its revision and value; None where there is none (the revision then is what `put_if` takes). A moment old at
+        worst. Raises `Unavailable`."""
+        try:
+            entry = await self._store.get(key)
+        except KeyDeletedError as error:
+            return int(error.entry.revision or 0), None
+        except KeyNotFoundError:
+            return 0, None
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+        return int(entry.revision or 0), self._decode(entry.value or b"")
+
+    async def put_if(self, key: str, revision: int, value: T) -> int | None:
+        """Replace it if it is still of this revision (0: if it was never there); its new revision, or None where it
+        isn't. Raises `Unavailable`: it may have happened."""
+        try:
+            return int(await self._store.update(key, _encode(value), last=revision))
+        except KeyWrongLastSequenceError:
+            return None
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def put(self, key: str, value: T) -> int:
+        """Make or replace it, whatever is there. Raises `Unavailable`."""
+        try:
+            return int(await self._store.put(key, _encode(value)))
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def delete(self, key: str) -> None:
+        """Idempotent. Raises `Unavailable`."""
+        try:
+            await self._store.delete(key)
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def follow(self, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]) -> None:
+        """Call `changed` (key, value or None where it is gone, revision) for all that is there, then `caught_up`, then
+        `changed` for what changes. Ends when it is cancelled; after a gap all that is there comes again."""
+        while True:
+            try:
+                watcher = await self._store.watchall()
+                try:
+                    await self._follow(watcher, changed, caught_up)
+                finally:
+                    with contextlib.suppress(NatsError, TimeoutError):
+                        await watcher.stop()  # type: ignore[no-untyped-call]
+            except (NatsError, TimeoutError, OSError) as error:
+                log.warning("following a bucket: %s", error or type(error).__name__)
+            await asyncio.sleep(0.5)
+
+    async def _follow(
+        self, watcher: Any, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]
+    ) -> None:
+        while True:
+            entry = await watcher.updates(timeout=3600.0)
+            if entry is None:
+                caught_up()
+            elif entry.operation in ("DEL", "PURGE"):
+                changed(entry.key, None, int(entry.revision))
+            else:
+                changed(entry.key, self._decode(entry.value), int(entry.revision))
+
+
+async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
+    """Connect; waits for the first server for a few seconds, for later ones forever. Raises `Unavailable`."""
+    tls = ssl.create_default_context(cafile=credentials.ca_file or None) if urls[0].startswith("tls://") else None
+
+    async def on_error(error: Exception) -> None:
+        log.warning("bus: %s", error or type(error).__name__)
+
+    made: list[Bus] = []
+
+    async def on_reconnect() -> None:
+        log.info("bus: connected again")
+        for bus in made:
+            bus.reconnected()
+
+    client = Client()
+    try:
+        await client.connect(
+            servers=urls,
+            name=credentials.user,
+            nkeys_seed_str=credentials.seed,
+            inbox_prefix=f"_INBOX.{credentials.user}",
+            error_cb=on_error,
+            reconnected_cb=on_reconnect,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=1,
+            connect_timeout=3,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            pending_size=PENDING_BYTES,
+            tls=tls,
+        )
+    except (NatsError, OSError, TimeoutError) as error:
+        await client.close()
+        raise Unavailable(
+            f"no server of the cluster can be reached at {', '.join(urls)}: {error or type(error).__name__}",
+            remedy="Look whether nats-server runs, and whether its configuration has these credentials.",
+        ) from error
+    bus = Bus(client)
+    made.append(bus)
+    return bus
+
+
+def _unavailable(error: Exception) -> Unavailable:
+    return Unavailable(f"the cluster's store doesn't answer: {error or type(error).__name__}")

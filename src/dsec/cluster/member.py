@@ -1,0 +1,195 @@
+"""An edge's place in its cluster: its claim, its heartbeats, whom it believes.
+
+Invariants: it serves only under a claim that no watcher has fenced, as far as it can know, and takes no word of an
+apiserver that names another incarnation; what was declared lost is ended before the next claim is served; the
+incarnation is on disk only after that. What it holds survives it: on disk is `cluster.json` with the last incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from nats.aio.msg import Msg
+
+from dsec.cluster.bus import Bus
+from dsec.cluster.wire import Asserted, Heartbeat, Join, Joined, Ping, RunNews, verify
+from dsec.edge.client import Principal
+from dsec.edge.node import Edge
+from dsec.errors import Conflict, DsecError, Unavailable
+from dsec.plan.fencing import Claim
+from dsec.spec.cluster import NodeFacts, NodeReport
+
+BEAT_S = 1.0
+BUSY_BEAT_S = 0.2
+END_LOST_S = 120.0
+FILE = "cluster.json"
+log = logging.getLogger("dsec.cluster")
+_encode = msgspec.json.Encoder().encode
+
+
+class Disk(Struct, frozen=True):
+    """`cluster.json`."""
+
+    had: int
+
+
+class Membership:
+    """One process's membership; `run` until it ends."""
+
+    def __init__(self, edge: Edge, bus: Bus, facts: NodeFacts, *, url: str, state: Path) -> None:
+        """`url`: where apiservers reach this edge."""
+        self.facts = facts
+        self.instance = f"e{facts.edge}-{secrets.token_hex(6)}"
+        self.claim: Claim | None = None
+        self.draining = False
+        self.taken: dict[str, int] = {}
+        """Creations taken, by apiserver; `gate.py` counts."""
+        self._edge = edge
+        self._bus = bus
+        self._url = url
+        self._path = state / FILE
+        self._secret = secrets.token_hex(32)
+        self._host = _host(state)
+        self._fenced = asyncio.Event()
+
+    async def run(self) -> None:
+        """Join, and go on. Raises `Conflict` where this node's number is another's."""
+        subject = f"dsec.edge.{self.facts.edge}"
+        await self._join()
+        await self._bus.listen(f"{subject}.ping", self._ping)
+        await self._bus.listen(f"{subject}.fenced", self._hear_fenced)
+        await self._bus.listen(f"{subject}.runs", self._hear_run)
+        while True:
+            await self._beat()
+            if self._fenced.is_set():
+                self._fenced.clear()
+                self.claim = None
+                log.warning("this node was declared lost, or another process took its number: joining again")
+                await self._join()
+
+    def asserted(self, bearer: str) -> Principal:
+        """For whom an apiserver speaks. Raises `Unauthenticated`, `Unavailable` while there is no claim."""
+        return self.check(bearer).principal
+
+    def check(self, bearer: str) -> Asserted:
+        """The same, and which apiserver."""
+        if self.claim is None:
+            raise Unavailable("this node is joining its cluster", remedy="Try again in a moment.")
+        return verify(bearer, secret=self._secret, incarnation=self.claim.incarnation, now=time.time())
+
+    async def _join(self) -> None:
+        asked = Join(
+            facts=self.facts,
+            instance=self.instance,
+            host=self._host,
+            had=self._had(),
+            url=self._url,
+            secret=self._secret,
+        )
+        while True:
+            try:
+                answer = await self._bus.ask(f"dsec.join.{self.facts.edge}", asked)
+                joined = msgspec.json.decode(answer, type=Joined)
+            except (DsecError, msgspec.MsgspecError) as error:
+                log.warning("joining: %s", error)
+            else:
+                if joined.claim is not None:
+                    break
+                if joined.fatal:
+                    raise Conflict(joined.error, remedy="Give this node a number and credentials of its own.")
+                log.warning("joining: %s", joined.error)
+            await asyncio.sleep(1.0)
+        if joined.end_all:
+            log.warning("what this node had was declared lost: ending it")
+            if not await self._edge.end_lost(END_LOST_S):
+                log.error("some sandboxes that were declared lost could not be ended yet")
+        _replace(self._path, _encode(Disk(joined.claim.incarnation)))
+        self.claim = joined.claim
+        self.taken.clear()
+        log.info("edge %d serves, incarnation %d", self.facts.edge, joined.claim.incarnation)
+
+    async def _beat(self) -> None:
+        """One heartbeat, then a pause: a shorter one while sandboxes are made."""
+        report = self.report()
+        await self._bus.publish(f"dsec.beat.{self.facts.edge}", Heartbeat(report, time.time()))
+        said = dict(self.taken)
+        deadline = time.monotonic() + BEAT_S
+        while time.monotonic() < deadline and not self._fenced.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._fenced.wait(), BUSY_BEAT_S)
+            if said != self.taken:
+                return
+
+    def report(self) -> NodeReport:
+        """How this node is now."""
+        assert self.claim is not None
+        node, counts = self._edge.node(), self._edge.counts()
+        return NodeReport(
+            edge=self.facts.edge,
+            instance=self.instance,
+            incarnation=self.claim.incarnation,
+            live=node.live,
+            starting=node.starting,
+            queued=node.queued,
+            memory_committed_bytes=node.memory_committed_bytes,
+            busy=min(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1))),
+            create_ms=counts.create_ms,
+            draining=self.draining,
+            projects=counts.projects,
+            runs=counts.runs,
+            layers=tuple(counts.environments),
+            taken=dict(self.taken),
+        )
+
+    def _had(self) -> int | None:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Disk).had
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    async def _ping(self, message: Msg) -> None:
+        await message.respond(_encode(Ping(self.instance, self._host)))
+
+    async def _hear_fenced(self, message: Msg) -> None:
+        """Which incarnation isn't served any more."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            incarnation = msgspec.json.decode(message.data, type=int)
+            if self.claim is not None and incarnation == self.claim.incarnation:
+                self._fenced.set()
+
+    async def _hear_run(self, message: Msg) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            news = msgspec.json.decode(message.data, type=RunNews)
+            self._edge.hear_run(news.project, news.run)
+
+
+async def keep_member(member: Membership, failed: Callable[[BaseException], Awaitable[None]]) -> None:
+    """Run it until it is cancelled; `failed` is told why it can't go on."""
+    try:
+        await member.run()
+    except DsecError as error:
+        await failed(error)
+
+
+def _host(state: Path) -> str:
+    """This machine and its boot, and the state directory: a lock on it says that no other process is this node."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat(state).st_dev}:{os.stat(state).st_ino}"  # noqa: PTH116
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_suffix(".new")
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

@@ -1,0 +1,223 @@
+"""The nodes as an apiserver knows them: their records, their reports, who is lost.
+
+Soft state over one bucket (`dsec_members`, a record a node): an apiserver that starts follows it and hears the next
+reports. Any apiserver answers a join and fences; each is a compare-and-set on the node's record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+from msgspec.structs import replace
+from nats.aio.msg import Msg
+
+from dsec.cluster.bus import Bucket, Bus
+from dsec.cluster.wire import Heartbeat, Join, Joined, Member, Ping
+from dsec.errors import Conflict, DsecError, SandboxLost, SandboxNotFound, Unavailable
+from dsec.plan.fencing import Return, claim, fence, serves
+from dsec.plan.scheduler import Scheduler
+from dsec.plan.watch import Health, Verdict
+
+TICK_S = 0.5
+PING_S = 0.5
+log = logging.getLogger("dsec.cluster")
+_encode = msgspec.json.Encoder().encode
+
+
+class Nodes:
+    """For the event loop."""
+
+    def __init__(self, bus: Bus, members: Bucket[Member], scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.changed: Callable[[], None] = lambda: None
+        """Called when there may be room that there wasn't."""
+        self.ready = asyncio.Event()
+        """All records are known."""
+        self._bus = bus
+        self._members = members
+        self._known: dict[int, Member] = {}
+        self._skew: dict[int, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen, and follow the records."""
+        await self._bus.listen("dsec.beat.*", self._beat)
+        await self._bus.listen("dsec.join.*", self._join, group="join")
+        self._tasks = [
+            asyncio.create_task(self._members.follow(self._changed, self.ready.set), name="members"),
+            asyncio.create_task(self._tick(), name="watch"),
+        ]
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def members(self) -> list[Member]:
+        """All, by number."""
+        return [self._known[edge] for edge in sorted(self._known)]
+
+    def alive(self) -> list[Member]:
+        """Those that aren't lost, by number."""
+        return [member for member in self.members() if not member.claim.lost]
+
+    def health(self, edge: int) -> Health:
+        return self.scheduler.watch.health(edge) or Health.SILENT
+
+    def member(self, edge: int, what: str) -> Member:
+        """Where an edge is. Raises `SandboxNotFound` (of `what`) for a number that never joined, `SandboxLost` where
+        the node is lost."""
+        found = self._known.get(edge)
+        if found is None:
+            raise SandboxNotFound(
+                f"there is no sandbox {what[:64]}", remedy="Records of ended sandboxes are kept for a day."
+            )
+        if found.claim.lost:
+            raise SandboxLost(
+                f"the node of sandbox {what[:64]} was lost",
+                remedy="Nothing of it is left. Create it again; this was the platform's fault.",
+                cause="node_lost",
+            )
+        return found
+
+    def now_at(self, edge: int) -> float:
+        """An edge's wall clock, as far as its reports tell."""
+        return time.time() + self._skew.get(edge, 0.0)
+
+    def with_run(self, project: str, run: str) -> list[int]:
+        """Edges that have sandboxes of a run."""
+        name = f"{project}\0{run}"
+        found = []
+        for edge in self._known:
+            report = self.scheduler.watch.report(edge)
+            if report is not None and name in report.runs:
+                found.append(edge)
+        return found
+
+    # --- joining ----------------------------------------------------------------------------------------------------
+
+    async def _join(self, message: Msg) -> None:
+        try:
+            asked = msgspec.json.decode(message.data, type=Join)
+            if message.subject != f"dsec.join.{asked.facts.edge}":
+                raise Conflict("an edge joins under its own number")
+            answer = await self._admit(asked)
+        except Conflict as error:
+            answer = Joined(error=error.message, fatal=True)
+        except (DsecError, msgspec.MsgspecError) as error:
+            answer = Joined(error=str(error))
+        await message.respond(_encode(answer))
+
+    async def _admit(self, asked: Join) -> Joined:
+        edge = asked.facts.edge
+        revision, record = await self._members.get(str(edge))
+        alive = record is not None and record.claim.instance != asked.instance and await self._answers(edge)
+        new, how = claim(
+            record.claim if record is not None else None,
+            edge=edge,
+            instance=asked.instance,
+            host=asked.host,
+            had=asked.had,
+            alive=alive,
+        )
+        member = Member(
+            claim=new,
+            facts=asked.facts,
+            url=asked.url,
+            secret=asked.secret,
+            cordoned=record.cordoned if record is not None else False,
+        )
+        if await self._members.put_if(str(edge), revision, member) is None:
+            raise Unavailable("its record changed meanwhile")
+        log.info("edge %d joins at %s: incarnation %d, %s", edge, asked.url, new.incarnation, how.value)
+        return Joined(claim=new, end_all=how is Return.END_ALL)
+
+    async def _answers(self, edge: int) -> bool:
+        """Whether a process serves as this edge now."""
+        try:
+            await self._bus.ask(f"dsec.edge.{edge}.ping", Ping(), PING_S)
+        except Unavailable:
+            return False
+        return True
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _changed(self, key: str, member: Member | None, _: int) -> None:
+        if member is None:
+            known = self._known.pop(int(key), None)
+            if known is not None:
+                self.scheduler.lost(known.claim.edge)
+                self.scheduler.watch.forget(known.claim.edge)
+            return
+        edge = member.claim.edge
+        known = self._known.get(edge)
+        self._known[edge] = member
+        if known is None or known.claim.incarnation != member.claim.incarnation:
+            self.scheduler.join(member.facts, replace(member.claim, lost=False), time.monotonic())
+        if member.claim.lost and (known is None or not known.claim.lost):
+            log.warning("edge %d is lost", edge)
+            self.scheduler.lost(edge)
+        self.scheduler.placer.cordon(edge, member.cordoned)
+        self.changed()
+
+    async def _beat(self, message: Msg) -> None:
+        try:
+            beat = msgspec.json.decode(message.data, type=Heartbeat)
+        except msgspec.MsgspecError as error:
+            log.warning("a report that can't be read at %s: %s", message.subject, error)
+            return
+        report = beat.report
+        if message.subject != f"dsec.beat.{report.edge}":
+            log.warning("edge %d speaks at %s", report.edge, message.subject)
+            return
+        known = self._known.get(report.edge)
+        if known is None or known.claim.incarnation < report.incarnation:
+            return  # its record is on its way
+        if not serves(known.claim, report.incarnation):
+            await self._bus.publish(f"dsec.edge.{report.edge}.fenced", report.incarnation)
+            return
+        self._skew[report.edge] = beat.now - time.time()
+        self.scheduler.hear(report, time.monotonic())
+        self.changed()
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.monotonic()
+            self.scheduler.watch.connected(now, self._bus.connected and self.ready.is_set())
+            for change in self.scheduler.tick(now):
+                if change.verdict is Verdict.FENCE:
+                    await self._fence(change.edge)
+                else:
+                    log.warning("edge %d is silent", change.edge)
+            self.changed()
+            await asyncio.sleep(TICK_S)
+
+    async def _fence(self, edge: int) -> None:
+        """Declare what it has lost, unless another has, or it has joined anew."""
+        known = self._known.get(edge)
+        if known is None:
+            return
+        try:
+            revision, record = await self._members.get(str(edge))
+            lost = fence(record.claim, known.claim.incarnation, time.time()) if record is not None else None
+            if record is not None and lost is not None:
+                await self._members.put_if(str(edge), revision, replace(record, claim=lost))
+        except Unavailable as error:
+            log.warning("fencing edge %d: %s", edge, error)
+
+    async def cordon(self, edge: int, cordoned: bool) -> Member:
+        """An operator's word: nothing new goes there. Raises `SandboxNotFound`, `Unavailable`."""
+        while True:
+            revision, record = await self._members.get(str(edge))
+            if record is None:
+                raise SandboxNotFound(f"there is no edge {edge}")
+            new = replace(record, cordoned=cordoned)
+            if await self._members.put_if(str(edge), revision, new) is not None:
+                return new

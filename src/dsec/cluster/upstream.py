@@ -1,0 +1,204 @@
+"""HTTP from an apiserver to an edge: requests passed on as they are, bodies and answers streamed both ways.
+
+Invariants: what can't have reached the edge is answered as `unavailable`, which callers repeat; what may have reached
+it and has no answer is cut, as if this connection were the edge's own, so that the caller decides by its idempotency
+key; an answer that breaks is cut, never ended as if it were whole; when the caller goes, the edge's connection goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from dsec.api.exchange import ClientGone, Exchange, Headers
+from dsec.cluster.nodes import Nodes
+from dsec.cluster.wire import ORDER_S, Member, sign
+from dsec.edge.client import Principal
+from dsec.errors import DsecError, SandboxLost, Unavailable
+
+CONNECT_S = 3.0
+_HOP = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-authorization"}
+)
+_OURS = frozenset(b"content-length authorization x-dsec-run expect x-dsec-run-info x-dsec-count x-request-id".split())
+
+
+class NotSent(Exception):
+    """The edge can't have seen it."""
+
+
+class Upstream:
+    """The way to all edges."""
+
+    def __init__(self, nodes: Nodes, holder: str) -> None:
+        """`holder`: this apiserver's process."""
+        self._nodes = nodes
+        self._holder = holder
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    def bearer(self, member: Member, principal: Principal) -> str:
+        """This caller's, for that edge."""
+        return sign(
+            principal,
+            secret=member.secret,
+            incarnation=member.claim.incarnation,
+            until=self._nodes.now_at(member.claim.edge) + ORDER_S,
+            holder=self._holder,
+        )
+
+    @asynccontextmanager
+    async def ask(
+        self,
+        member: Member,
+        method: str,
+        target: str,
+        *,
+        headers: CIMultiDict[str],
+        data: bytes | AsyncIterator[bytes] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One exchange. Raises `NotSent`, and aiohttp's errors for what may have arrived."""
+        assert self._session is not None
+        try:
+            response = await self._session.request(
+                method,
+                URL(member.url + target, encoded=True),
+                headers=headers,
+                data=data,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotSent(str(error)) from error
+        try:
+            yield response
+        except BaseException:
+            response.close()
+            raise
+        response.release()
+
+    async def json(
+        self, member: Member, method: str, target: str, principal: Principal, body: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """A short exchange of ours, whole. Raises `Unavailable`."""
+        headers = CIMultiDict({"authorization": f"Bearer {self.bearer(member, principal)}"})
+        if body is not None:
+            headers["content-type"] = "application/json"
+        try:
+            async with self.ask(member, method, target, headers=headers, data=body) as response:
+                if response.status == 401:
+                    raise _unknown(member)
+                return response.status, await response.read()
+        except (NotSent, aiohttp.ClientError, OSError) as error:
+            raise self.unreachable(member, error) from error
+
+    def unreachable(self, member: Member, error: object) -> DsecError:
+        """What a caller is told whose edge doesn't answer."""
+        edge = member.claim.edge
+        now = next((each for each in self._nodes.members() if each.claim.edge == edge), member)
+        if now.claim.lost:
+            return SandboxLost(f"edge {edge} was lost", remedy="Create it again; this was the platform's fault.")
+        return Unavailable(f"edge {edge} can't be reached now: {str(error)[:200]}", remedy="Try again in a moment.")
+
+    async def forward(self, x: Exchange, member: Member, principal: Principal | None) -> None:
+        """Pass a whole request on, and its answer back. `principal` None: the caller's own credentials are the edge's
+        to look at."""
+        scope = x.scope
+        headers: CIMultiDict[str] = CIMultiDict()
+        for name, value in scope["headers"]:
+            if name in _HOP or name in _OURS:
+                continue
+            headers.add(name.decode("latin-1"), value.decode("latin-1"))
+        headers["x-request-id"] = x.request_id.decode("latin-1")
+        if principal is not None:
+            headers["authorization"] = f"Bearer {self.bearer(member, principal)}"
+        elif x.authorization:
+            headers["authorization"] = x.authorization.decode("latin-1")
+        if x.content_length is not None:
+            headers["content-length"] = str(x.content_length)
+        target = scope["raw_path"].decode("ascii")
+        if scope["query_string"]:
+            target += "?" + scope["query_string"].decode("latin-1")
+        taken = asyncio.Event()
+        body = None
+        if scope["method"] in ("GET", "HEAD") or x.content_length == 0:
+            taken.set()
+        else:
+            body = _body(x, taken)
+        try:
+            async with self.ask(member, scope["method"], target, headers=headers, data=body) as response:
+                if response.status == 401 and principal is not None:
+                    raise _unknown(member)
+                await _answer(x, response, taken)
+        except NotSent as error:
+            raise self.unreachable(member, error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error.__cause__ or error.__context__, ClientGone):
+                raise ClientGone from error
+            await x.cut()
+
+
+def _unknown(member: Member) -> Unavailable:
+    """The edge doesn't know our word: it has joined again, and its record is on its way here."""
+    return Unavailable(f"edge {member.claim.edge} has just joined again", remedy="Try again in a moment.")
+
+
+async def _body(x: Exchange, taken: asyncio.Event) -> AsyncIterator[bytes]:
+    async for chunk in x.chunks():
+        yield chunk
+    taken.set()
+
+
+async def _answer(x: Exchange, response: aiohttp.ClientResponse, taken: asyncio.Event) -> None:
+    headers: Headers = [
+        (name.lower(), value)
+        for name, value in response.raw_headers
+        if name.lower() not in _HOP and name.lower() not in (b"date", b"server")
+    ]
+    x.began = True
+    x.cork()
+    await x.send({"type": "http.response.start", "status": response.status, "headers": headers})
+    gone = asyncio.create_task(_until_gone(x, taken))
+    reading = asyncio.create_task(_pass(x, response))
+    try:
+        await asyncio.wait((gone, reading), return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            await reading
+        else:
+            raise ClientGone
+    finally:
+        for task in (gone, reading):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _pass(x: Exchange, response: aiohttp.ClientResponse) -> None:
+    async for chunk in response.content.iter_any():
+        await x.more(chunk)
+    await x.finish()
+
+
+async def _until_gone(x: Exchange, taken: asyncio.Event) -> None:
+    """`taken`: the request's body is read by nobody else any more."""
+    await taken.wait()
+    while (await x.receive())["type"] != "http.disconnect":
+        pass

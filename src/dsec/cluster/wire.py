@@ -1,0 +1,142 @@
+"""What apiservers and edges say to each other: values, subjects, and the bearers by which an edge knows a caller.
+
+A bearer `dsx_<payload>.<tag>` says on whose behalf an apiserver asks; the tag is an HMAC under a secret that the edge's
+process made when it joined and that only apiservers learn. It names the incarnation and a time (of the edge's own
+clock) after which it isn't taken: a request that was under way for too long, or is meant for another life of the node,
+does nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dsec.edge.client import Principal
+from dsec.errors import Unauthenticated
+from dsec.plan.fencing import Claim
+from dsec.plan.scheduler import Part
+from dsec.spec.cluster import Natural, NodeFacts, NodeReport
+from dsec.spec.network import KeyPolicy
+from dsec.spec.runs import RunInfo
+
+BEARER = "dsx_"
+REFUSED = "x-dsec-refused"
+"""In an edge's answer: it took nothing of this order, and never will."""
+RUN = "x-dsec-run-info"
+"""In a request to an edge: the run that a new sandbox belongs to, as the cluster has it on record."""
+ORDER_S = 30.0
+"""An order is taken for so long after it was written."""
+
+
+class Join(Struct, frozen=True, kw_only=True):
+    """An edge wants to serve: to `dsec.join.<edge>`, answered by one apiserver with a `Joined`."""
+
+    facts: NodeFacts
+    instance: str
+    host: str
+    """The machine and its boot."""
+    had: int | None
+    """The incarnation on its disk."""
+    url: Annotated[str, Meta(pattern=r"^https?://[^/\s]+$", max_length=300)]
+    """Where apiservers reach it."""
+    secret: Annotated[str, Meta(min_length=32, max_length=128)]
+
+
+class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer: the claim, or why not."""
+
+    claim: Claim | None = None
+    end_all: bool = False
+    error: str = ""
+    fatal: bool = False
+    """Trying again is in vain."""
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """The record of a node, in the bucket of members."""
+
+    claim: Claim
+    facts: NodeFacts
+    url: str
+    secret: str
+    cordoned: bool = False
+
+
+class Ping(Struct, frozen=True):
+    """To `dsec.edge.<edge>.ping`: who serves there? And the answer."""
+
+    instance: str = ""
+    host: str = ""
+
+
+class RunNews(Struct, frozen=True):
+    """To `dsec.edge.<edge>.runs`: a run was opened or renewed."""
+
+    project: str
+    run: RunInfo
+
+
+class Made(Struct, frozen=True, kw_only=True):
+    """The record of a request with a key: what it was, who decides about it, where its parts went."""
+
+    digest: str
+    owner: str
+    parts: tuple[Part, ...] = ()
+
+
+class _Payload(Struct, frozen=True, omit_defaults=True):
+    project: str
+    incarnation: Natural
+    until: float
+    holder: str
+    label: str = ""
+    policy: KeyPolicy | None = None
+
+
+class Asserted(Struct, frozen=True):
+    """What a good bearer says."""
+
+    principal: Principal
+    holder: str
+    """The apiserver's process."""
+
+
+class Heartbeat(Struct, frozen=True):
+    """To `dsec.beat.<edge>`."""
+
+    report: NodeReport
+    now: float
+    """The edge's wall clock."""
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Payload).decode
+
+
+def sign(principal: Principal, *, secret: str, incarnation: int, until: float, holder: str) -> str:
+    """A bearer for an edge."""
+    payload = _Payload(principal.project, incarnation, until, holder, principal.label, principal.policy)
+    text = base64.urlsafe_b64encode(_encode(payload)).decode().rstrip("=")
+    return f"{BEARER}{text}.{_tag(text, secret)}"
+
+
+def verify(bearer: str, *, secret: str, incarnation: int, now: float) -> Asserted:
+    """What it says. Raises `Unauthenticated`."""
+    text, _, tag = bearer.removeprefix(BEARER).partition(".")
+    if bearer.startswith(BEARER) and hmac.compare_digest(tag.encode(), _tag(text, secret).encode()):
+        try:
+            payload = _decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+        except (msgspec.MsgspecError, binascii.Error):
+            payload = None
+        if payload is not None and payload.incarnation == incarnation and now <= payload.until:
+            return Asserted(Principal(payload.project, None, payload.label, payload.policy), payload.holder)
+    raise Unauthenticated("this isn't an apiserver's word, or no longer", remedy="Ask an apiserver.")
+
+
+def _tag(text: str, secret: str) -> str:
+    return hmac.digest(secret.encode(), text.encode("ascii", "replace"), "sha256").hex()

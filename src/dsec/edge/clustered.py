@@ -1,0 +1,69 @@
+"""What an edge does besides when it is one of many: believe its apiservers, count for them, hear of runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from dsec.edge.access import Access
+from dsec.edge.client import Principal
+from dsec.edge.lives import Lives
+from dsec.edge.runs import Runs
+from dsec.edge.settling import end_all
+from dsec.spec.causes import Cause
+from dsec.spec.runs import RunInfo
+
+_RECENT = 50
+
+
+class Counts(Struct, frozen=True):
+    """Of live sandboxes."""
+
+    projects: dict[str, int]
+    runs: dict[str, int]
+    """By `project` NUL `run`."""
+    environments: list[str]
+    create_ms: float
+    """Median of the last creations."""
+
+
+class Clustered:
+    """A part of `dsec.edge.node.Edge`."""
+
+    _access: Access
+    _lives: Lives
+    _runs: Runs
+
+    def trust(self, asserted: Callable[[str], Principal]) -> None:
+        """From now on callers are who an apiserver says they are (`asserted` raises `Unauthenticated`); API keys of
+        this node's own are good for nothing, tokens of its sandboxes are as before."""
+        self._access.asserted = asserted
+
+    def hear_run(self, project: str, run: RunInfo) -> None:
+        """The cluster's record of a run."""
+        self._runs.hear(project, run)
+
+    async def end_lost(self, timeout_s: float) -> bool:
+        """End all sandboxes: the cluster has declared them lost. False where some are still there after `timeout_s`;
+        they are nobody's, and their removal goes on."""
+        return await end_all(self._lives, Cause.NODE_LOST, timeout_s)
+
+    def counts(self) -> Counts:
+        """What a report says of them."""
+        projects: Counter[str] = Counter()
+        runs: Counter[str] = Counter()
+        environments: set[str] = set()
+        made: list[tuple[float, float]] = []
+        for sandbox in self._lives.sandboxes.values():
+            record = sandbox.record
+            projects[record.project] += 1
+            if record.run:
+                runs[f"{record.project}\0{record.run}"] += 1
+            environments.add(record.spec.environment)
+            if record.create_ms is not None:
+                made.append((record.created_at, record.create_ms))
+        recent = [ms for _, ms in sorted(made)[-_RECENT:]]
+        return Counts(dict(projects), dict(runs), sorted(environments), statistics.median(recent) if recent else 0.0)

@@ -1,0 +1,278 @@
+"""A real cluster on loopback: three NATS servers, two apiservers, two edges with real sandboxes; and what happens when
+each of them is killed. The tests are in an order: each leaves the cluster whole."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from cluster_kit import PATIENCE_S, Cluster, running, until
+
+from conftest import _debian_state
+from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
+from dsec.cluster.credentials import read_credentials
+from dsec.errors import Conflict, RunFenced, SandboxLost, SandboxNotFound, Unauthenticated, Unsupported
+from dsec.spec.ids import edge_of
+from dsec.spec.sandbox import State
+
+pytestmark = pytest.mark.root
+SMALL: dict[str, Any] = {"memory_bytes": 64 << 20, "disk_bytes": 64 << 20}
+
+
+def at(edge: int) -> dict[str, Any]:
+    """On this node."""
+    return {**SMALL, "labels": {"node/n": str(edge)}}
+
+
+@pytest.fixture(scope="module")
+def cluster(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("cluster")
+    states = [_debian_state(debian_store, directory / f"state-{number}") for number in (1, 2)]
+    with running(directory, states) as made:
+        yield made
+
+
+@pytest.fixture
+async def one(cluster: Cluster) -> AsyncIterator[AsyncClient]:
+    async with cluster.client(0) as client:
+        yield client
+
+
+@pytest.fixture
+async def other(cluster: Cluster) -> AsyncIterator[AsyncClient]:
+    async with cluster.client(1) as client:
+        yield client
+
+
+async def test_sandboxes_through_any_apiserver(one: AsyncClient, other: AsyncClient) -> None:
+    boxes = [await one.create("debian", **at(edge)) for edge in (1, 2)]
+    assert [edge_of(box.id) for box in boxes] == [1, 2]
+    for box in boxes:
+        same = await other.connect(box.id)
+        result = await same.commands.run(["sh", "-c", "cat; echo $((6*7)); echo no >&2; exit 3"], stdin=b"in\n")
+        assert (result.exit_code, result.stdout, result.stderr) == (3, "in\n42\n", "no\n")
+        await box.files.write("/data", b"x" * 3_000_000)
+        assert await same.files.read_bytes("/data") == b"x" * 3_000_000
+    with pytest.raises(Unsupported, match="no node"):
+        await one.create("debian", **at(3))
+    for wrong in ("0" * 24, boxes[0].id[:-1] + "0", "x", boxes[0].id[:12]):
+        with pytest.raises(SandboxNotFound):
+            await other.connect(wrong)
+    await one.kill_many([box.id for box in boxes])
+    for box in boxes:
+        assert (await other.connect(box.id)).info.state is State.ENDED
+
+
+async def test_batches_lists_and_commands_of_many(one: AsyncClient, other: AsyncClient) -> None:
+    specs = [SandboxSpec(environment="debian", **at(n % 2 + 1), run="lists") for n in range(12)]
+    made = [result async for result in one.create_many(specs, key="batch-1")]
+    boxes = [result.sandbox for result in sorted(made, key=lambda each: each.index) if result.sandbox is not None]
+    assert [edge_of(box.id) for box in boxes] == [1, 2] * 6
+    again = {result.sandbox.id async for result in other.create_many(specs, key="batch-1") if result.sandbox}
+    assert again == {box.id for box in boxes}, "the same key, another apiserver"
+    listed = await other.list(run="lists")
+    assert [info.id for info in listed] == sorted(box.id for box in boxes)
+    assert len(await one.list(run="lists", limit=7)) == 7
+    assert await one.list(run="nothing") == []
+    commands = [(box, ExecSpec(argv=["echo", str(n)])) for n, box in enumerate(boxes)]
+    async for result in one.run_many(commands):
+        assert result.result is not None
+        assert result.result.stdout == f"{result.index}\n"
+    await one.kill_many([box.id for box in boxes])
+    assert await other.list(run="lists") == []
+
+
+async def test_a_key_or_a_name_is_one_sandbox_whoever_is_asked(one: AsyncClient, other: AsyncClient) -> None:
+    asked = [client.create("debian", key="job-7", **SMALL) for client in (one, other) * 4]
+    boxes = await asyncio.gather(*asked)
+    assert len({box.id for box in boxes}) == 1
+    with pytest.raises(Conflict):
+        await other.create("debian", key="job-7", **{**SMALL, "memory_bytes": 65 << 20})
+    named = await asyncio.gather(*(client.create("debian", name="solver", **SMALL) for client in (one, other) * 3))
+    assert len({box.id for box in named}) == 1
+    assert (await other.find("solver")).id == named[0].id
+    for box in (boxes[0], named[0]):
+        await box.kill()
+    with pytest.raises(SandboxNotFound):
+        await one.find("solver")
+
+
+async def test_a_lease_holds_on_all_nodes_and_lapses_on_all(cluster: Cluster, one: AsyncClient) -> None:
+    async with cluster.client(1) as trainer:
+        run = trainer.run("grpo", lease_s=3, on_lapse="pause")
+        await run.open()
+        boxes = [await run.sandbox(f"s{edge}", "debian", **at(edge)) for edge in (1, 2)]
+        await asyncio.sleep(5)
+        for box in boxes:
+            assert (await one.connect(box.id)).info.state is State.RUNNING, "it is renewed"
+        second = one.run("grpo", lease_s=3, on_lapse="pause")
+        await second.open()
+        with pytest.raises(RunFenced):
+            await (await run.sandbox("s1", "debian", **at(1))).commands.run(["true"])
+        await second.close()
+        await run.close()
+    for box in boxes:
+        await eventually(lambda box=box: is_paused(one, box.id))
+        await one.kill(box.id)
+
+
+async def test_who_may_do_what(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    box = await one.create("debian", **at(1))
+    token = box.info.token
+    assert token is not None
+    key = await one.create_key(label="short")
+    async with AsyncClient(other.url, key) as holder:
+        assert (await holder.connect(box.id)).id == box.id
+        (found,) = [each for each in await one.list_keys() if each.get("label") == "short"]
+        await one.revoke_key(found["id"])
+        await eventually(lambda: is_refused(holder, box.id))
+    async with AsyncClient(other.url, token) as inside:
+        assert (await inside.connect(box.id)).id == box.id
+    edge = f"http://127.0.0.1:{cluster.edges[0].port}"
+    for bearer in (cluster.key, "dsx_e30.00", "dsx_", ""):
+        async with AsyncClient(edge, bearer or "none") as stranger:
+            with pytest.raises(Unauthenticated):  # an edge believes apiservers alone
+                await stranger.list()
+    await box.kill()
+
+
+async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:
+    """What is done with the credentials of an edge that was taken over."""
+    mine = read_credentials(cluster.directory / "keys" / "edge-1.json")
+    errors: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        errors.append(str(error).lower())
+
+    client = await nats.connect(
+        cluster.urls, nkeys_seed_str=mine.seed, error_cb=on_error, inbox_prefix=f"_INBOX.{mine.user}"
+    )
+    heard: list[str] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.subject)
+
+    try:
+        for subject in ("dsec.beat.>", "dsec.beat.2", "dsec.edge.2.>", "_INBOX.>", "_INBOX.apiserver.>", "$KV.>", ">"):
+            await client.subscribe(subject, cb=hear)
+        for subject in ("dsec.beat.2", "dsec.join.2", "dsec.edge.2.fenced", "$KV.dsec_keys.x", "$JS.API.STREAM.LIST"):
+            await client.publish(subject, b"{}")
+        await client.flush()
+        await asyncio.sleep(2.5)  # two heartbeats of each node
+        assert sum("permissions violation for subscription" in each for each in errors) == 7, errors
+        assert sum("permissions violation for publish" in each for each in errors) == 5, errors
+        assert not heard
+    finally:
+        await client.close()
+    assert cluster.healths() == ["well", "well"]
+
+
+async def test_a_killed_nats_server_is_not_missed(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    for server in cluster.nats:
+        server.kill()
+        box = await one.create("debian", key=f"without-{server.name}", **SMALL)
+        assert (await (await other.connect(box.id)).commands.run(["echo", "hi"])).stdout == "hi\n"
+        await box.kill()
+        server.start()
+        await asyncio.sleep(2)  # it catches up before the next one goes
+
+
+async def test_a_killed_apiserver_is_not_missed(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    box = await one.create("debian", **at(2))
+    cluster.apis[1].kill()
+    assert (await box.commands.run(["echo", "hi"])).stdout == "hi\n"
+    late = asyncio.create_task((await one.connect(box.id)).commands.run(["sh", "-c", "sleep 1; echo late"]))
+    cluster.apis[1].start()
+    assert (await (await other.connect(box.id)).commands.run(["echo", "back"])).stdout == "back\n"
+    assert (await late).stdout == "late\n"
+    await box.kill()
+
+
+async def test_a_killed_edge_comes_back_with_what_it_had(cluster: Cluster, one: AsyncClient) -> None:
+    box = await one.create("debian", **at(1))
+    running_command = asyncio.create_task(box.commands.run(["sh", "-c", "sleep 4; echo through"]))
+    await asyncio.sleep(0.5)
+    cluster.edges[0].kill()
+    cluster.edges[0].start()
+    assert (await running_command).stdout == "through\n"
+    assert (await one.connect(box.id)).info.state is State.RUNNING
+    await box.kill()
+
+
+async def test_a_cordoned_node_gets_nothing_new(cluster: Cluster, one: AsyncClient) -> None:
+    post(cluster, "/v1/nodes/2/cordon")
+    boxes = [await one.create("debian", **SMALL) for _ in range(6)]
+    assert {edge_of(box.id) for box in boxes} == {1}
+    post(cluster, "/v1/nodes/2/uncordon")
+    boxes.append(await one.create("debian", **at(2)))
+    await one.kill_many([box.id for box in boxes])
+
+
+async def test_a_lost_node(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    """Its sandboxes are lost, by the platform's fault; nothing waits for it; when it comes back it ends them."""
+    box = await one.create("debian", key="to-be-lost", name="lost", **at(2))
+    kept = await one.create("debian", **at(1))
+    for api in cluster.apis:
+        cluster.restart_api(api, lost_after=8)
+    until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
+    cluster.edges[1].kill()
+    began = asyncio.get_running_loop().time()
+    until(lambda: all(cluster.healths(api) == ["well", "lost"] for api in cluster.apis), "edge 2 is lost")
+    assert asyncio.get_running_loop().time() - began > 4
+    for client in (one, other):
+        with pytest.raises(SandboxLost) as lost:
+            await (await client.connect(box.id)).commands.run(["true"])
+        assert lost.value.infra
+    assert [info.id for info in await other.list()] == [kept.id]
+    with pytest.raises(SandboxNotFound):
+        await one.find("lost")
+    cluster.edges[1].start()
+    until(lambda: cluster.healths() == ["well", "well"], "edge 2 is back")
+    info = (await other.connect(box.id)).info
+    assert (info.state, info.cause, info.infra) == (State.ENDED, Cause.NODE_LOST, True)
+    with pytest.raises(SandboxLost):
+        await (await one.connect(box.id)).commands.run(["true"])
+    new: AsyncSandbox = await other.create("debian", **at(2))
+    assert edge_of(new.id) == 2
+    for each in (new, kept):
+        await each.kill()
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait, bounded."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.2)
+
+
+async def is_paused(client: AsyncClient, sandbox_id: str) -> bool:
+    return (await client.connect(sandbox_id)).info.state is State.PAUSED
+
+
+async def is_refused(client: AsyncClient, sandbox_id: str) -> bool:
+    try:
+        await client.connect(sandbox_id)
+    except Unauthenticated:
+        return True
+    return False
+
+
+def post(cluster: Cluster, path: str) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{cluster.apis[0].port}{path}",
+        method="POST",
+        headers={"authorization": f"Bearer {cluster.key}"},
+    )
+    urllib.request.urlopen(request, timeout=10).close()
+    until(
+        lambda: all(
+            [node["cordoned"] for node in cluster.get("/v1/nodes", api)["nodes"]][1] == ("un" not in path)
+            for api in cluster.apis
+        ),
+        path,
+    )
