@@ -36,6 +36,7 @@ _Static_assert(SLOTS == 1 << SLOT_BITS, "a token has the slot's number");
 #define GROUP_FD 3
 #define TABLE_FD 4
 #define CLIENTS 32
+#define SPARE 256
 #define BLOBS 4096
 
 struct range_info {
@@ -185,7 +186,7 @@ static void accept_event(bool lost) {
 
 static void read_events(void) {
     /* One at a time: the buffer in shared memory is what a successor would find. */
-    for (int i = 0; i < 256 && waiting < SLOTS; i++) {
+    for (int i = 0; i < 256 && waiting < most_waiting; i++) {
         ssize_t got = read(GROUP_FD, table->arriving, sizeof table->arriving);
         if (got <= 0) {
             if (got < 0 && errno != EAGAIN && errno != EINTR && errno != EMFILE && errno != ENFILE) die("read from the group");
@@ -376,13 +377,22 @@ static void be_prompt(void) {
     close(fd);
 }
 
+/* Each read that waits has a descriptor: as many as may be had, and some are left for connections. */
+static void raise_descriptors(void) {
+    struct rlimit files = {2 * SLOTS, 2 * SLOTS}, now;
+    if (setrlimit(RLIMIT_NOFILE, &files) == 0) return;
+    if (getrlimit(RLIMIT_NOFILE, &now) < 0) die("descriptors");
+    now.rlim_cur = now.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &now) < 0) die("descriptors");
+    if (now.rlim_cur < SLOTS + SPARE) most_waiting = (int)now.rlim_cur - SPARE;
+}
+
 int main(int argc, char **argv) {
     if (argc != 4 && argc != 6) return fprintf(stderr, "usage: holder SOCKET MARKED_DIRECTORY DEADLINE_MS [GROUP TABLE]\n"), 2;
     deadline_ms = strtoull(argv[3], NULL, 10);
     signal(SIGPIPE, SIG_IGN);
     be_prompt();
-    struct rlimit files = {2 * SLOTS, 2 * SLOTS}; /* each read that waits has one */
-    if (setrlimit(RLIMIT_NOFILE, &files) < 0) perror("holder: descriptors");
+    raise_descriptors();
     for (int i = 0; i < CLIENTS; i++) clients[i].fd = -1;
     for (int i = 0; i < BUCKETS; i++) buckets[i] = -1;
     open_table(argc == 6, argc == 6 ? atoi(argv[4]) : -1, argc == 6 ? atoi(argv[5]) : -1);
@@ -390,7 +400,7 @@ int main(int argc, char **argv) {
     int listener = listen_at(argv[1]);
     uint64_t checked = now_ms();
     for (;;) {
-        struct pollfd polled[CLIENTS + 2] = {{.fd = listener, .events = POLLIN}, {.fd = waiting < SLOTS ? GROUP_FD : -1, .events = POLLIN}};
+        struct pollfd polled[CLIENTS + 2] = {{.fd = listener, .events = POLLIN}, {.fd = waiting < most_waiting ? GROUP_FD : -1, .events = POLLIN}};
         for (int i = 0; i < CLIENTS; i++) polled[i + 2] = (struct pollfd){.fd = clients[i].fd, .events = POLLIN};
         poll(polled, CLIENTS + 2, waiting ? 100 : -1);
         for (int i = 0; i < CLIENTS; i++)

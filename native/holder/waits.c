@@ -23,7 +23,7 @@ struct beside {
 };
 
 struct table *table;
-int waiting, highest;
+int waiting, highest, most_waiting = SLOTS;
 static struct reader readers[SLOTS];
 static struct beside beside[SLOTS];
 static int buckets[BUCKETS], spare_reader, spare_slot;
@@ -104,7 +104,7 @@ bool open_waits(int fd, bool fresh) {
 
 struct slot *new_slot(int pid) {
     struct reader *r = reader_of(key_of(pid));
-    if (r->waiting >= PER_READER) return NULL;
+    if (r->waiting >= PER_READER || r->waiting >= most_waiting / 2) return NULL;
     int i = spare_slot; /* the caller left one free */
     spare_slot = beside[i].next;
     add_to(r, i);

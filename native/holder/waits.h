@@ -32,6 +32,8 @@ struct table {
 
 extern struct table *table;
 extern int waiting;
+/* As many may wait at most; one reader has half of them, or PER_READER. */
+extern int most_waiting;
 /* Slots beyond it were never used. */
 extern int highest;
 
