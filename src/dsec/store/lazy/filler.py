@@ -24,6 +24,7 @@ import errno
 import hashlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections import Counter
@@ -447,6 +448,8 @@ async def serve_filler(filler: Filler, control: Path) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     _be_prompt()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each layer in the cache has two descriptors
     loop.set_default_executor(started_pool(_THREADS, "dsec-filler"))
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     filler.open()
