@@ -61,11 +61,12 @@ struct rights { /* struct cmsghdr and what it carries */
     int fds[NAMESPACES + CALL_FDS + 1];
 };
 
+/* Their ends come by descriptors, not by a signal: one of the threads that an import may have started would get that. */
 static struct {
-    int pid;
+    int pid, pidfd;
     uint32_t lane, turn;
 } workers[WORKERS];
-static int signals = -1, own_pids = -1;
+static int own_pids = -1;
 
 static void say(uint32_t type, uint32_t lane, uint32_t turn, int32_t value) {
     struct message message = {type, lane, turn, value};
@@ -93,7 +94,6 @@ static void limit(long resource, uint64_t value) {
 /* Into the cell, with the call's descriptors as 3, 1 and 2 and no other; then without any privilege. */
 static long join(const int *fds) {
     static const int KINDS[] = {CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS};
-    const uint64_t no_signal = 0;
     long bad = 0;
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
@@ -107,19 +107,15 @@ static long join(const int *fds) {
     bad |= call(SYS_capset, (long)&header, (long)none, 0, 0, 0);
     bad |= call(SYS_setsid, 0, 0, 0, 0, 0) < 0;
     bad |= alone();
-    bad |= call(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&no_signal, 0, sizeof no_signal, 0);
     return bad;
 }
 
-static void reap(void) {
-    int status, pid;
-    while ((pid = (int)call(SYS_wait4, -1, (long)&status, 1 /* WNOHANG */, 0, 0)) > 0)
-        for (int i = 0; i < WORKERS; i++)
-            if (workers[i].pid == pid) {
-                workers[i].pid = 0;
-                say(CELL_ENDED, workers[i].lane, workers[i].turn, status);
-                break;
-            }
+static void reap(int worker) {
+    int status = 0;
+    call(SYS_wait4, workers[worker].pid, (long)&status, 0, 0, 0);
+    call(SYS_close, workers[worker].pidfd, 0, 0, 0, 0);
+    workers[worker].pid = 0;
+    say(CELL_ENDED, workers[worker].lane, workers[worker].turn, status);
 }
 
 /* 1 in a worker, 0 in the parent. */
@@ -140,6 +136,7 @@ static int fork_worker(const struct message *message, const int *fds) {
     for (int i = 0; i < WORKERS && pid > 0; i++)
         if (!workers[i].pid) {
             workers[i].pid = pid;
+            workers[i].pidfd = (int)call(434 /* pidfd_open */, pid, 0, 0, 0, 0);
             workers[i].lane = message->lane;
             workers[i].turn = message->turn;
             break;
@@ -150,18 +147,20 @@ static int fork_worker(const struct message *message, const int *fds) {
 
 /* Serve the warden. Returns 1 in each worker, and 0 in the parent when the warden is gone. To be called with the interpreter's lock held. */
 int warm_serve(void) {
-    const uint64_t child = 1ull << (17 - 1); /* SIGCHLD */
-    call(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&child, 0, sizeof child, 0);
-    signals = (int)call(SYS_signalfd4, -1, (long)&child, sizeof child, 02004000 /* O_CLOEXEC, O_NONBLOCK */, 0);
+    static struct pollfd wait[1 + WORKERS];
+    static int whose[1 + WORKERS];
     own_pids = (int)call(SYS_openat, -100, (long)"/proc/self/ns/pid", 02000000, 0, 0);
     for (;;) {
-        struct pollfd wait[2] = {{FD_PARENT, POLLIN, 0}, {signals, POLLIN, 0}};
-        call(SYS_ppoll, (long)wait, 2, 0, 0, 0);
-        if (wait[1].revents) {
-            char info[128];
-            while (call(SYS_read, signals, (long)info, sizeof info, 0, 0) > 0) {}
-            reap();
-        }
+        int count = 1;
+        wait[0] = (struct pollfd){FD_PARENT, POLLIN, 0};
+        for (int i = 0; i < WORKERS; i++)
+            if (workers[i].pid) {
+                wait[count] = (struct pollfd){workers[i].pidfd, POLLIN, 0};
+                whose[count++] = i;
+            }
+        if (call(SYS_ppoll, (long)wait, count, 0, 0, 0) < 0) continue;
+        for (int i = 1; i < count; i++)
+            if (wait[i].revents) reap(whose[i]);
         if (!wait[0].revents) continue;
         struct message message;
         struct rights rights;

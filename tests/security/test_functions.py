@@ -423,7 +423,7 @@ def test_a_library_that_forges_messages_gains_nothing(client: Client) -> None:
     with pytest.raises(Unsupported, match="ended"):  # its warden talks to it no more
         client.function(echo, "attack", environment="hostile", imports=["forger"]).remote(1)
     late = client.function(echo, "attack", environment="hostile", imports=["late"])
-    for number in range(4):
+    for number in range(8):
         result = late.run(FunctionCall(args=[number]))
         assert result.infra or result.value == number, result
     assert client.function("math:sqrt").remote(16.0) == 4.0  # others don't notice
