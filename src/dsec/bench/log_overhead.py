@@ -1,21 +1,25 @@
-"""What the trajectory log costs a command: the same edge with and without it, in turns, in one run.
+"""What the trajectory log costs a command: the same server with and without it, in turns, in one run.
 
-Commands are asked of the edge in process, without HTTP, so that the share that is found is an upper bound: a client's
-and the API's work come on top of both sides. `exec_p50_percent` is of one command at a time, `throughput_percent` of
-many at once; `cpu_us` is the edge's own CPU time for one command.
+Commands come through SDK and HTTP, from a client in a process of its own. `exec_p50_percent` is of one command at a
+time, `throughput_percent` of many at once; `cpu_us` is the server's CPU time for one of those.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from statistics import median
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from dsec.api.app import Api
+from dsec.api.serve import ApiServer
 from dsec.bench.output import say
 from dsec.edge.commands import Command
 from dsec.edge.node import Edge
@@ -23,21 +27,13 @@ from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recording import Recording
 from dsec.edge.sandbox import Sandbox
 from dsec.errors import DsecError
-from dsec.ports import Operation
 from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec
-
-_SPEC = ExecSpec(argv=["/bin/true"])
 
 
 class _Silent(Recording):
     """Writes nothing down."""
 
-    taps = False
-
     def begins(self, sandbox: Sandbox, command: Command, spec: ExecSpec) -> None:
-        """Nothing."""
-
-    def watch(self, command: Command, operation: Operation, settle: Callable[[], object]) -> None:
         """Nothing."""
 
     def refused(self, sandbox: Sandbox, command: Command, error: BaseException) -> None:
@@ -46,6 +42,7 @@ class _Silent(Recording):
     def result(self, sandbox: Sandbox, command: Command, status: ExecStatus) -> None:
         """Only what its readers need."""
         command.status = status
+        command.recorder = None
 
     def find(self, sandbox: Sandbox, key: str, guest_key: bytes | None = None) -> RecordedCommand | None:
         """Never one."""
@@ -78,14 +75,17 @@ async def measure(edge: Edge, plan: Plan) -> dict[str, Any]:
     boxes = [(await edge.create(spec, project="bench")).sandbox.id for _ in range(8)]
     recording = edge._commands.recording
     sides = {True: _Turns(), False: _Turns()}
-    keys = iter(range(1 << 40))
+    server = ApiServer(Api(edge), "127.0.0.1", 0)
+    await server.start()
     try:
-        for turn in range(plan.rounds + 1):
-            for on in (True, False) if turn % 2 else (False, True):
-                edge._commands.recording = recording if on else _silent(recording)
-                await _turn(edge, boxes, sides[on] if turn else _Turns(), keys, plan)
+        async with _client(server.url, await edge.create_key("bench"), boxes) as client:
+            for turn in range(plan.rounds + 1):
+                for on in (True, False) if turn % 2 else (False, True):
+                    edge._commands.recording = recording if on else _silent(recording)
+                    await _turn(client, sides[on] if turn else _Turns(), plan)
     finally:
         edge._commands.recording = recording
+        await server.stop()
         for box in boxes:
             with suppress(DsecError):
                 await edge.delete(box)
@@ -114,29 +114,34 @@ def _silent(recording: Recording) -> Recording:
     return _Silent(recording._trajectories, recording._config)
 
 
-async def _turn(edge: Edge, boxes: list[str], side: _Turns, keys: Iterator[int], plan: Plan) -> None:
-    times_ms = []
-    for _ in range(plan.alone):
-        began = time.perf_counter()
-        await _one(edge, boxes[0], next(keys))
-        times_ms.append((time.perf_counter() - began) * 1e3)
-    side.p50_ms.append(median(times_ms))
-    queue = iter(range(plan.parallel))
-    cpu, began = time.process_time(), time.perf_counter()
+@asynccontextmanager
+async def _client(url: str, key: str, boxes: list[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dsec.bench.exec_worker", *boxes),
+        env={**os.environ, "DSEC_URL": url, "DSEC_API_KEY": key},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield client
+    finally:
+        assert client.stdin is not None
+        client.stdin.close()
+        await client.wait()
 
-    async def work(box: str) -> None:
-        for _ in queue:
-            await _one(edge, box, next(keys))
 
-    await asyncio.gather(*(work(boxes[each % len(boxes)]) for each in range(32)))
-    side.rates.append(plan.parallel / (time.perf_counter() - began))
+async def _turn(client: asyncio.subprocess.Process, side: _Turns, plan: Plan) -> None:
+    side.p50_ms.append((await _ask(client, "alone", plan.alone))["p50_ms"])
+    cpu = time.process_time()
+    side.rates.append((await _ask(client, "parallel", plan.parallel))["rate"])
     side.cpu_us.append((time.process_time() - cpu) / plan.parallel * 1e6)
 
 
-async def _one(edge: Edge, box: str, number: int) -> None:
-    key = f"bench-{number}"
-    execution = await edge.exec(box, ExecSpec(argv=_SPEC.argv, key=key), patient=True)
-    async for event in execution.events():
-        if isinstance(event, ExecStatus) and event.exit_code != 0:
-            raise AssertionError(f"/bin/true ended with {event}")
-    await edge.release(box, key)
+async def _ask(client: asyncio.subprocess.Process, kind: str, count: int) -> dict[str, float]:
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(b"%s %d\n" % (kind.encode(), count))
+    answer = await client.stdout.readline()
+    if not answer:
+        raise DsecError("the client of the benchmark ended")
+    return msgspec.json.decode(answer, type=dict[str, float])

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from dsec.app import open_edge, open_layers, read_config
 from dsec.backends.container.host import Host
-from dsec.bench import log_overhead, state_files, state_memory
+from dsec.bench import load, log_overhead, state_files, state_memory
 from dsec.bench.output import say, write_result
 from dsec.rollout.server import default_state
 
@@ -65,7 +65,8 @@ def command(state: Path | None, as_json: bool, **given: Any) -> int:
         ),
         log=log_overhead.Plan(environment=environment, rounds=rounds, alone=given["alone"], parallel=given["parallel"]),
     )
-    result = asyncio.run(measure(plan, state or default_state()))
+    with asyncio.Runner(loop_factory=load.event_loop()[1]) as runner:
+        result = runner.run(measure(plan, state or default_state()))
     write_result(result, as_json=as_json)
     missed = not_met(result)
     if missed:

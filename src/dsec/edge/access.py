@@ -10,7 +10,6 @@ traffic token, `dtt_<sandbox id>_<tag>`, is made likewise and admits to its port
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 import secrets
@@ -25,13 +24,14 @@ from dsec.plan.permissions import Registry, within
 from dsec.ports import Clock
 from dsec.spec.network import KeyPolicy, Network
 from dsec.spec.sandbox import NAME_PATTERN
+from dsec.spec.short_hash import sha256
 
 _ID_CHARACTERS = 16
 
 
 def digest(secret: str) -> str:
     """What is kept of a key or token."""
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+    return sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def new_token(sandbox_id: str) -> str:

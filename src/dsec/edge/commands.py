@@ -153,7 +153,7 @@ class Commands:
         channel = sandbox.running().channel
         if spec.key is None or spec.pty is not None or spec.stdin or channel.congested:
             return None
-        if sandbox.record.spec.sync == "always" or not self.recording.taps:
+        if sandbox.record.spec.sync == "always":
             return None
         for key in release:
             ended = self._find(sandbox, key)

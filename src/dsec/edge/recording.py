@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 class Recording:
     """Used by `Commands`."""
 
-    taps = True
-    """Commands have a recorder, which sees all of their output."""
-
     def __init__(self, trajectories: Trajectories, config: EdgeConfig) -> None:
         self._trajectories = trajectories
         self._config = config

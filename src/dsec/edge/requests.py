@@ -6,7 +6,6 @@ that takes over can tell a repeated request from a different one under the same 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -16,6 +15,7 @@ from dsec.edge.outcome import Asked
 from dsec.errors import InvalidRequest
 from dsec.spec.operations import ExecFlag, OpRequest
 from dsec.spec.sandbox import ExecSpec, SandboxSpec, invalid_exec
+from dsec.spec.short_hash import sha256
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 HALF_KEY = 16
@@ -38,7 +38,7 @@ def check(spec: ExecSpec) -> None:
 
 def hash_of(key: str) -> bytes:
     """The first half of a guest key."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:HALF_KEY]
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()[:HALF_KEY]
 
 
 def guest_key_of(spec: ExecSpec) -> bytes:
@@ -54,7 +54,7 @@ def guest_key_of(spec: ExecSpec) -> bytes:
         request = _encode(strings)
     except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
         request = repr(strings).encode("ascii", "backslashreplace")
-    return hash_of(key) + hashlib.sha256(request).digest()[:HALF_KEY]
+    return hash_of(key) + sha256(request).digest()[:HALF_KEY]
 
 
 class Environ(Struct, frozen=True):

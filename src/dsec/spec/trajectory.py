@@ -10,7 +10,6 @@ of an ended sandbox ends with `end`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.spec.sandbox import SandboxInfo
+from dsec.spec.short_hash import sha256
 
 INLINE_BYTES = 8 << 10
 """Of a command's output, both streams together, in its entry; more goes into blobs."""
@@ -111,19 +111,19 @@ _decode = msgspec.json.Decoder(Entry).decode
 
 def root_of(sandbox_id: str) -> str:
     """`prev` of a sandbox's first entry."""
-    return hashlib.sha256(b"dsec trajectory 1\n" + sandbox_id.encode()).hexdigest()
+    return sha256(b"dsec trajectory 1\n" + sandbox_id.encode()).hexdigest()
 
 
 def seal(seq: int, time: float, kind: str, data: dict[str, Any], prev: str) -> tuple[bytes, str]:
     """An entry as a line, with its newline, and its hash. Raises `UnicodeEncodeError` for text that has no bytes."""
     body = _body(seq, time, kind, data, prev)
-    found = hashlib.sha256(body + b"}").hexdigest()
+    found = sha256(body + b"}").hexdigest()
     return b'%s,"hash":"%s"}\n' % (body, found.encode()), found
 
 
 def hash_of(entry: Entry) -> str:
     """What its hash has to be."""
-    return hashlib.sha256(_body(entry.seq, entry.time, entry.type, entry.data, entry.prev) + b"}").hexdigest()
+    return sha256(_body(entry.seq, entry.time, entry.type, entry.data, entry.prev) + b"}").hexdigest()
 
 
 def _body(seq: int, time: float, kind: str, data: dict[str, Any], prev: str) -> bytes:
