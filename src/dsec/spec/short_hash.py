@@ -1,9 +1,9 @@
 """SHA-256 of what is short: keys, entries of a log, tokens.
 
-The same digests as hashlib's, by the small implementation that CPython brings, where it is there. OpenSSL's goes through
-several times the code and data for a call, which costs nothing with all of it in the processor's caches. Between two
-commands the caches belong to others: then the log's work for one takes a tenth less by the small one. For what is long,
-take hashlib's.
+The same digests as hashlib's, by the small implementation that CPython brings, where it is there. OpenSSL's goes
+through several times the code and data for a call, which costs nothing with all of it in the processor's caches.
+Between two commands the caches belong to others: then the log's work for one takes a tenth less by the small one. For
+what is long, take hashlib's.
 """
 
 from __future__ import annotations
