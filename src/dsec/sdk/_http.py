@@ -68,11 +68,10 @@ class Answer:
                 await self._waiter
             finally:
                 self._waiter = None
-        data = self._parts.popleft() if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        if self._size > _HIGH and self._connection is not None:
+        data = self._parts.popleft()
+        self._size -= len(data)
+        if self._size < _HIGH // 2 and self._connection is not None:
             self._connection.resume()
-        self._size = 0
         return data
 
     async def read(self) -> bytes:
@@ -179,7 +178,7 @@ class _Connection(asyncio.Protocol):
                 if self._answer is None:
                     data = self._begin(data)
                 elif self._chunked:
-                    data = self._chunk(data)
+                    data = self._chunks(self._answer, data)
                 else:
                     data = self._body(self._answer, data)
         except ValueError as error:
@@ -242,31 +241,32 @@ class _Connection(asyncio.Protocol):
         answer.feed(data[: self._left] if rest else data)
         return self._finish(again=not rest)
 
-    def _chunk(self, data: bytes) -> bytes:
-        """What is left after a part of a chunked body: `_left` counts a chunk's data and the two bytes behind it."""
-        assert self._answer is not None
-        if not self._left:
-            end = data.find(b"\r\n")
-            if end < 0:
-                if len(data) > _MAX_HEAD:
-                    raise ValueError("a chunk's head is too long")
-                self._buffer = data
-                return b""
-            size = _number(data[:end].partition(b";")[0].strip(), 16)
-            if not size:
-                return self._trailer(data, end)
-            self._left = size + 2
-            return data[end + 2 :]
-        content = self._left - 2
-        if content > 0:
-            part = data[:content] if len(data) > content else data
-            self._answer.feed(part)
-            self._left -= len(part)
-            return data[len(part) :]
-        if data[:1] != (b"\r" if content == 0 else b"\n"):
-            raise ValueError("a chunk is longer than it says")
-        self._left -= 1
-        return data[1:]
+    def _chunks(self, answer: Answer, data: bytes) -> bytes:
+        """A part of a chunked body: `_left` counts a chunk's data and the two bytes behind it."""
+        at, total = 0, len(data)
+        while at < total:
+            if not self._left:
+                end = data.find(b"\r\n", at)
+                if end < 0:
+                    if total - at > _MAX_HEAD:
+                        raise ValueError("a chunk's head is too long")
+                    self._buffer = data[at:]
+                    return b""
+                size = _number(data[at:end].partition(b";")[0].strip(), 16)
+                if not size:
+                    return self._trailer(data[at:], end - at)
+                self._left, at = size + 2, end + 2
+            elif self._left > 2:
+                part = data[at : at + self._left - 2]
+                answer.feed(part)
+                self._left -= len(part)
+                at += len(part)
+            else:
+                if data[at] != b"\n\r"[self._left - 1]:
+                    raise ValueError("a chunk is longer than it says")
+                self._left -= 1
+                at += 1
+        return b""
 
     def _trailer(self, data: bytes, at: int) -> bytes:
         """Behind the last chunk's head, which ends at `at`: lines that nobody wants, then an empty one."""

@@ -60,31 +60,60 @@ class _Decoder:
         """A final frame (server: end or error; client: stdin end) has come."""
 
     def _split(self, data: Buffer) -> list[tuple[int, bytes]]:
+        """Whole frames are taken from `data` as they are; of one that is cut the rest is waited for in the buffer."""
         if self._broken:
             raise self._broken
-        buffer = self._buffer
-        buffer += data
         frames: list[tuple[int, bytes]] = []
-        at = 0
+        view, at, total = memoryview(data), 0, len(data)
+        buffer = self._buffer
         try:
-            while len(buffer) - at >= HEADER_SIZE:
-                kind, size = _HEADER.unpack_from(buffer, at)
+            while True:
+                if buffer:
+                    at = self._complete(view, at, frames)
+                    if buffer:
+                        break
+                if total - at < HEADER_SIZE:
+                    buffer += view[at:]
+                    break
+                kind, size = _HEADER.unpack_from(view, at)
                 self._check(kind, size)
                 end = at + HEADER_SIZE + size
-                if len(buffer) < end:
+                if end > total:
+                    buffer += view[at:]
                     break
-                frames.append((kind, bytes(buffer[at + HEADER_SIZE : end])))
-                self._count += 1
-                self.finished = kind in self._finals
+                self._add(frames, kind, bytes(view[at + HEADER_SIZE : end]))
                 at = end
-            if self.finished and len(buffer) > at:
+            if self.finished and buffer:
                 raise ProtocolError("bytes after the last frame")
         except ProtocolError as error:
             self._broken = error
             buffer.clear()
             raise
-        del buffer[:at]
         return frames
+
+    def _complete(self, view: memoryview, at: int, frames: list[tuple[int, bytes]]) -> int:
+        """Go on with the frame in the buffer, with `view` from `at` on; how far that was taken."""
+        buffer = self._buffer
+        while True:
+            headed = len(buffer) >= HEADER_SIZE
+            size = _HEADER.unpack_from(buffer)[1] if headed else 0
+            some = view[at : at + HEADER_SIZE + size - len(buffer)]
+            buffer += some
+            at += len(some)
+            if len(buffer) < HEADER_SIZE + size:
+                return at
+            kind, size = _HEADER.unpack_from(buffer)
+            if not headed:
+                self._check(kind, size)
+            if len(buffer) == HEADER_SIZE + size:
+                self._add(frames, kind, bytes(memoryview(buffer)[HEADER_SIZE:]))
+                buffer.clear()
+                return at
+
+    def _add(self, frames: list[tuple[int, bytes]], kind: int, payload: bytes) -> None:
+        frames.append((kind, payload))
+        self._count += 1
+        self.finished = kind in self._finals
 
     def _check(self, kind: int, size: int) -> None:
         if self.finished:
