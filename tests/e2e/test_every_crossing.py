@@ -49,6 +49,7 @@ class DyingServer(Server):
                     **self.environment(),
                     "DSEC_TEST_COUNTS": str(self.counts),
                     "DSEC_TEST_DIES_AT": str(self.at),
+                    "DSEC_ZRAM_BYTES": str(64 << 20),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
