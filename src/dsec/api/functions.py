@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import math
 import struct
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -38,26 +38,29 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
     batch = _unpacked(body) if packed else x.decode(_JSON, body)
     encode = _framed if packed else _line
     results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch))
+    media = b"application/vnd.dsec.results" if packed else b"application/x-ndjson"
+    telling = asyncio.ensure_future(_tell(results, x, encode, media))
     gone = asyncio.ensure_future(x.next_message())
+    try:
+        await asyncio.wait((telling, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not telling.done():
+            raise ClientGone
+        telling.result()
+    finally:
+        gone.cancel()
+        telling.cancel()
+        with contextlib.suppress(asyncio.CancelledError, DsecError):
+            await telling  # what runs has ended by then
+
+
+async def _tell(
+    results: AsyncGenerator[FunctionResult], x: Exchange, encode: Callable[[FunctionResult], bytes], media: bytes
+) -> None:
     async with aclosing(results):
-        try:
-            while True:
-                result = asyncio.ensure_future(anext(results))
-                await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not result.done():
-                    result.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, DsecError):
-                        await result
-                    raise ClientGone
-                try:
-                    told = result.result()
-                except StopAsyncIteration:
-                    break
-                if not x.began:
-                    await x.begin(200, b"application/vnd.dsec.results" if packed else b"application/x-ndjson")
-                await x.more(encode(told))
-        finally:
-            gone.cancel()
+        async for result in results:
+            if not x.began:
+                await x.begin(200, media)
+            await x.more(encode(result))
     await x.finish()
 
 

@@ -89,10 +89,6 @@ class Jails:
         jail.users -= 1
         jail.used_at = self._clock.monotonic()
 
-    def counts(self) -> dict[str, int]:
-        """How many there are, and how many are being made."""
-        return {"jails": len(self._jails), "making": len(self._making)}
-
     async def close(self) -> None:
         """End them all."""
         if self._sweeper is not None:

@@ -212,11 +212,11 @@ class Run:
             if self._watched:
                 self._loop.remove_reader(fd)
             return False
-        self._streams[number].extend(data[: self._room])
-        if len(data) > self._room and not self._truncated:
+        room, self._room = self._room, max(0, self._room - len(data))
+        self._streams[number].extend(data[:room])
+        if len(data) > room and not self._truncated:
             self._truncated = True
             self._finish(Ended(cause=Cause.OUTPUT_LIMIT))
-        self._room = max(0, self._room - len(data))
         return not self._truncated
 
     def _finish(self, ended: Ended) -> None:
