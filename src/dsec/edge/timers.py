@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from dsec.edge.tasks import Tasks
@@ -63,6 +62,5 @@ class Timers:
         finally:
             for waiter in waiters:
                 waiter.cancel()
-            for waiter in waiters:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await waiter
+            # Not one by one with their CancelledError suppressed: one that is meant for this task must get through.
+            await asyncio.gather(*waiters, return_exceptions=True)
