@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -288,6 +291,28 @@ def test_callers_share(client: Client) -> None:
         assert not done.is_set()
     finally:
         thread.join()
+
+
+def test_the_command_line(server: Server, tmp_path: Path) -> None:
+    program, function = tmp_path / "program.py", tmp_path / "function.py"
+    program.write_text("import sys\nprint(input()[::-1])\nsys.exit(3)\n")
+    function.write_text("def f(x, y):\n    return {'sum': x + y}\n")
+
+    def dsec(*arguments: str, stdin: str = "") -> tuple[int, Any]:
+        command = [sys.executable, "-m", "dsec.cli.main", "call", "--json", *arguments]
+        done = subprocess.run(
+            command, env=server.environment(), input=stdin, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+    code, said = dsec(str(program), stdin="abc\n")
+    assert (code, base64.b64decode(said["stdout"])) == (3, b"cba\n")
+    code, said = dsec(str(function), "--name", "f", "1", "2")
+    assert (code, said["value"]) == (0, {"sum": 3})
+    code, said = dsec("math:sqrt", "--", "-1")
+    assert (code, said["error"]["type"]) == (1, "ValueError")
+    code, said = dsec(str(program), "1")
+    assert code == 2, said
 
 
 def test_json_over_http(server: Server) -> None:
