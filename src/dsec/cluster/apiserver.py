@@ -110,7 +110,7 @@ class ClusterApi:
         raw: str = x.scope["raw_path"].decode("ascii")
         target = find_any(x.host)
         if target is not None:
-            await self._upstream.forward(x, self._nodes.member(edge_for(target), target), None)
+            await self._upstream.forward(x, await self._nodes.find(edge_for(target), target), None)
             return
         if raw.startswith(_SANDBOXES):
             await self._sandbox(x, raw)
@@ -154,7 +154,7 @@ class ClusterApi:
         principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
         x.principal = principal or Principal("", sandbox_id)
         await self._check_run(x)
-        await self._upstream.forward(x, self._nodes.member(edge_for(sandbox_id), sandbox_id), principal)
+        await self._upstream.forward(x, await self._nodes.find(edge_for(sandbox_id), sandbox_id), principal)
 
     async def _check_run(self, x: Exchange) -> None:
         speaks_for = x.run()
@@ -180,9 +180,9 @@ class ClusterApi:
         member = None
         if not bearer.startswith("dst_"):
             principal = await self._keys.authenticate(bearer)
-            member = self._nodes.member(edge_for(sandbox_id), sandbox_id)
+            member = await self._nodes.find(edge_for(sandbox_id), sandbox_id)
             bearer = self._upstream.bearer(member, principal)
-        member = member or self._nodes.member(edge_for(sandbox_id), sandbox_id)
+        member = member or await self._nodes.find(edge_for(sandbox_id), sandbox_id)
         query = scope["query_string"].decode("latin-1")
         url = "ws" + member.url.removeprefix("http") + raw + ("?" + query if query else "")
         return url, {"authorization": f"Bearer {bearer}"}
@@ -278,7 +278,9 @@ class ClusterApi:
             x.only("GET", "POST")
             x.check_query("name")
             name = x.text("name")
-            await x.answer(200, RunList(self._runs.list(project) if name is None else [self._runs.get(project, name)]))
+            await x.answer(
+                200, RunList(self._runs.list(project) if name is None else [await self._runs.get(project, name)])
+            )
 
     async def _key_calls(self, x: Exchange, rest: str) -> None:
         principal = x.owner()

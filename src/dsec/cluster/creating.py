@@ -171,6 +171,7 @@ class Creations:
         self, principal: Principal, spec: SandboxSpec, *, key: str | None, deadline_s: float | None
     ) -> Answered:
         """A single creation. Raises `Unsupported`, `AdmissionTimeout`, `Conflict`, `Unavailable`."""
+        self._nodes.alive()  # raises before the nodes are known
         deadline = time.monotonic() + (DEADLINE_S if deadline_s is None else deadline_s)
         name = record_key(principal.project, spec, key)
         key = key if key is not None else secrets.token_urlsafe(24)
@@ -259,6 +260,7 @@ class Creations:
         self, principal: Principal, specs: list[SandboxSpec], *, key: str | None, deadline_s: float | None
     ) -> AsyncIterator[BatchItem]:
         """An item each, as they are ready. Raises as `one`, before the first item."""
+        self._nodes.alive()
         ready: asyncio.Queue[BatchItem] = asyncio.Queue()
         deadline = time.monotonic() + (DEADLINE_S if deadline_s is None else deadline_s)
         on_record = key is not None

@@ -110,7 +110,7 @@ class Fanout:
 
         async def one(edge: int, some: list[str]) -> None:
             try:
-                member = self._nodes.member(edge, some[0])
+                member = await self._nodes.find(edge, some[0])
                 answer = await self._whole(member, "POST", target, principal, _encode({"ids": some}))
                 for item in msgspec.json.decode(answer)["results"]:
                     results[item["id"]] = item
@@ -151,7 +151,7 @@ class Fanout:
         waiting = {item.index: item for item in items}
         while waiting:
             try:
-                member = self._nodes.member(edge, items[0].sandbox)
+                member = await self._nodes.find(edge, items[0].sandbox)
                 headers = CIMultiDict(
                     {
                         "authorization": f"Bearer {self._upstream.bearer(member, principal)}",

@@ -24,6 +24,7 @@ from dsec.plan.watch import Health, Verdict
 
 TICK_S = 0.5
 PING_S = 0.5
+ABSENT_S = 2.0
 log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
 
@@ -41,6 +42,8 @@ class Nodes:
         self._members = members
         self._known: dict[int, Member] = {}
         self._skew: dict[int, float] = {}
+        self._absent: dict[int, float] = {}
+        """Numbers that were looked up in vain, and until when that counts; at most as many as there are numbers."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -61,11 +64,13 @@ class Nodes:
     # --- what is known ----------------------------------------------------------------------------------------------
 
     def members(self) -> list[Member]:
-        """All, by number."""
+        """All, by number. Raises `Unavailable` before they are known."""
+        if not self.ready.is_set():
+            raise Unavailable("this server has just begun to learn about the cluster", remedy="Try again.")
         return [self._known[edge] for edge in sorted(self._known)]
 
     def alive(self) -> list[Member]:
-        """Those that aren't lost, by number."""
+        """Those that aren't lost, by number. Raises `Unavailable` before they are known."""
         return [member for member in self.members() if not member.claim.lost]
 
     def health(self, edge: int) -> Health:
@@ -86,6 +91,19 @@ class Nodes:
                 cause="node_lost",
             )
         return found
+
+    async def find(self, edge: int, what: str) -> Member:
+        """As `member`, for a number that somebody names: a node that has just joined is looked up. Raises `Unavailable`
+        too."""
+        self.members()
+        now = time.monotonic()
+        if edge not in self._known and self._absent.get(edge, now) <= now:
+            revision, record = await self._members.get(str(edge)) if edge >= 0 else (0, None)
+            if record is None:
+                self._absent[edge] = now + ABSENT_S
+            elif edge not in self._known:
+                self._changed(str(edge), record, revision)
+        return self.member(edge, what)
 
     def now_at(self, edge: int) -> float:
         """An edge's wall clock, as far as its reports tell."""

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.wire import RunNews
+from dsec.errors import Unavailable
 from dsec.plan import leases
 from dsec.spec.runs import RunInfo, RunRequest
 
@@ -66,16 +67,19 @@ class ClusterRuns:
             if await self._put(project, run, revision):
                 return run
 
-    def get(self, project: str, name: str) -> RunInfo:
-        """Raises `NotFound`."""
-        run = self._known.get((project, name))
+    async def get(self, project: str, name: str) -> RunInfo:
+        """Raises `NotFound`, `Unavailable`."""
+        _, record = await self._bucket.get(_key(project, name))
+        run = record.run if record is not None else None
         return _now(leases.check(run, name, run.epoch if run is not None else 0))
 
     def find(self, project: str, name: str) -> RunInfo | None:
         return self._known.get((project, name))
 
     def list(self, project: str) -> list[RunInfo]:
-        """By name."""
+        """By name. Raises `Unavailable` before they are known."""
+        if not self.ready.is_set():
+            raise Unavailable("this server has just begun to learn about the cluster", remedy="Try again.")
         return [_now(run) for (owner, _), run in sorted(self._known.items()) if owner == project]
 
     async def check(self, project: str, name: str, epoch: int) -> None:

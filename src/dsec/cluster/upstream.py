@@ -113,8 +113,8 @@ class Upstream:
     def unreachable(self, member: Member, error: object) -> DsecError:
         """What a caller is told whose edge doesn't answer."""
         edge = member.claim.edge
-        now = next((each for each in self._nodes.members() if each.claim.edge == edge), member)
-        if now.claim.lost:
+        claim = self._nodes.scheduler.claim(edge)
+        if claim is not None and claim.lost:
             return SandboxLost(f"edge {edge} was lost", remedy="Create it again; this was the platform's fault.")
         return Unavailable(f"edge {edge} can't be reached now: {str(error)[:200]}", remedy="Try again in a moment.")
 

@@ -182,7 +182,7 @@ class Scheduler:
             if claim is None or claim.incarnation < part.incarnation:
                 raise Unavailable("this server has just begun to learn about the cluster", remedy="Try again.")
         if not parts and not self.placer.possible(wanted.ask):
-            if not self._claims:
+            if all(claim.lost for claim in self._claims.values()):
                 raise Unavailable("no node has joined, or none is known yet", remedy="Try again in a moment.")
             raise Unsupported(
                 "no node of the cluster has what this sandbox asks for",
