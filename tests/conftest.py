@@ -136,6 +136,16 @@ if sys.platform == "linux":
         """The same for a module's tests together."""
         return _debian_state(debian_store, tmp_path_factory.mktemp("module") / "state")
 
+    @pytest.fixture(scope="session")
+    def vm_templates(debian_store: Path) -> Path:
+        """Where templates of virtual machines are kept between runs; a kernel to boot is beside the environment."""
+        from dsec.store.kernels import KernelStore
+
+        kernels = KernelStore(debian_store.parent)
+        if not kernels.list():
+            kernels.import_package()
+        return debian_store.parent / "templates"
+
     @pytest.fixture(scope="session", autouse=True)
     def _leaves_no_process() -> Iterator[None]:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

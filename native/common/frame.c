@@ -24,6 +24,8 @@ static const struct rule RULES[256] = {
     [DSEC_PING] = {0, true, 8, 8},
     [DSEC_RESIZE] = {0, true, 4, 4},
     [DSEC_HOLD] = {0, true, 8, 8},
+    [DSEC_CONFIGURE] = {0, true, 0, DSEC_MAX_PAYLOAD},
+    [DSEC_WARM] = {0, true, 0, DSEC_MAX_PAYLOAD},
 
     [DSEC_WELCOME] = {0, true, 24, 24},
     [DSEC_OPSTATE] = {0, true, 0, DSEC_MAX_PAYLOAD},
@@ -34,6 +36,9 @@ static const struct rule RULES[256] = {
     [DSEC_EXIT] = {0, true, DSEC_EXIT_SIZE, DSEC_EXIT_SIZE},
     [DSEC_REFUSED] = {0, true, 8, DSEC_MAX_PAYLOAD},
     [DSEC_PONG] = {0, true, 16, 16},
+    [DSEC_READY] = {0, true, 8, 8},
+    [DSEC_CONFIGURED] = {0, true, 8, 8},
+    [DSEC_STATUS] = {0, true, DSEC_STATUS_SIZE, DSEC_STATUS_SIZE},
 
     [DSEC_Z_HELLO] = {0, true, 8, 8},
     [DSEC_Z_SPAWN] = {DSEC_F_MORE, true, 0, DSEC_MAX_PAYLOAD},

@@ -39,6 +39,12 @@
  * RESYNC. Each edge incarnation gets a fresh channel and sends HELLO first. The guest answers WELCOME, an OPSTATE per
  * operation it knows, SYNCED, and then every unacknowledged OUT byte again, STARTED/EXIT where they happened, and goes on live.
  * A guest without a channel keeps running operations (their output waits in the window).
+ *
+ * STREAMS. A virtual machine's port is one byte stream for its whole life: an edge that goes may leave half a frame in it, in both directions,
+ * and nothing else says where the next one begins. So each edge first sends the token that CONFIGURE told the guest, which nobody else
+ * knows and whose first byte is none of its others, then HELLO, and no more until WELCOME came. Wherever the guest finds the token, the
+ * channel before it is over, half a frame with it; after an end of the stream or an error it drops everything up to it. The edge drops what
+ * comes before the WELCOME that has its own incarnation.
  */
 #ifndef DSEC_WIRE_H
 #define DSEC_WIRE_H
@@ -53,6 +59,8 @@
 #define DSEC_MAX_KEY 128
 #define DSEC_MAX_TERMINAL 4096            /* columns, rows */
 #define DSEC_MAX_WATCHES 8192             /* directories of one WATCH */
+#define DSEC_TOKEN_SIZE 16
+#define DSEC_STATUS_SIZE 40
 
 enum dsec_frame {
     /* edge -> guest */
@@ -67,7 +75,12 @@ enum dsec_frame {
     DSEC_RESIZE = 8,       /* op; u16 columns, u16 rows of a terminal (EF_PTY); SIGWINCH inside. 0: as it is; above DSEC_MAX_TERMINAL: that.
                               REFUSED ENOTTY for an operation without one */
     DSEC_HOLD = 9,         /* u64 CLOCK_MONOTONIC ns since when the sandbox stands still (said before it is frozen; the guest keeps it across
-                              channels), 0: it goes on. No timeout passes meanwhile, and wall_us doesn't count that time */
+                              channels), 0: it goes on. No timeout passes meanwhile, and wall_us doesn't count that time. In a virtual
+                              machine, whose clock is another, the number says only whether */
+    DSEC_CONFIGURE = 10,   /* a virtual machine's first frame, before HELLO: fields TOKEN, CLOCK_NS, SEED, HOSTNAME, MACHINE_ID,
+                              PIDS, SPAWN_FLAGS -> CONFIGURED, or REFUSED */
+
+    DSEC_WARM = 11,        /* before CONFIGURE: PATH of a file that is to be in memory, any number -> READY */
 
     /* guest -> edge */
     DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */
@@ -79,6 +92,10 @@ enum dsec_frame {
     DSEC_EXIT = 71,        /* op; struct below, 64 bytes. Comes after the last OUT was queued. */
     DSEC_REFUSED = 72,     /* op; u32 errno, u32 0, UTF-8 message: START or a later frame of this op was not accepted */
     DSEC_PONG = 73,        /* u64 token, u64 realtime ns in the guest */
+    DSEC_READY = 74,       /* a virtual machine that waits for CONFIGURE: u64 ns since its kernel started */
+    DSEC_CONFIGURED = 75,  /* u64 ns that it took. HELLO may follow */
+    DSEC_STATUS = 76,      /* a virtual machine's counters, before each EXIT of a command: u64 processes killed for memory, forks refused, memory
+                              in use, disk in use, disk there is (bytes) */
 
     /* edge -> zygote (op is the request's number, echoed in the answer) */
     DSEC_Z_HELLO = 129,    /* u16 version, u16 0, u32 0 -> Z_WELCOME, then a Z_SANDBOX per live sandbox, a Z_EXITED per ended, Z_SYNCED */
@@ -158,6 +175,12 @@ enum dsec_tag {
     TAG_OOM_SCORE_ADJ = 76,/* u64, 0..1000 */
     TAG_SPAWN_FLAGS = 77,  /* enum dsec_spawn_flag */
     TAG_MEMORY = 78,       /* reserved */
+
+    TAG_TOKEN = 96,        /* CONFIGURE: DSEC_TOKEN_SIZE secret bytes; see STREAMS */
+    TAG_CLOCK_NS = 97,     /* what time it is, since 1970 */
+    TAG_SEED = 98,         /* 1..64 random bytes for the kernel's generator */
+    TAG_MACHINE_ID = 99,   /* 32 hexadecimal digits for /etc/machine-id, where the image has one */
+    TAG_PIDS = 100,        /* processes that commands may be, together */
 };
 
 enum dsec_exec_flag {

@@ -21,6 +21,7 @@ static struct {
     struct source source;
     int fd;
     bool packets; /* SOCK_SEQPACKET */
+    bool seeking; /* the token, in a stream that is there for good: all before it is of an earlier channel */
     bool greeted, readable, writable;
     bool asked; /* epoll is to tell when there is room again */
     size_t received; /* in `input` */
@@ -34,13 +35,32 @@ static struct {
 static uint8_t input[DSEC_HEADER_SIZE + DSEC_MAX_PAYLOAD + 1]; /* one more: request_parse */
 static uint8_t rest[DSEC_HEADER_SIZE + DSEC_MAX_PAYLOAD];
 
+static struct {
+    bool there; /* the channel is one stream for the whole life of this machine */
+    uint8_t bytes[DSEC_TOKEN_SIZE];
+    size_t matched; /* so much of it were the last bytes received */
+} token;
+
+void channel_token(const uint8_t bytes[DSEC_TOKEN_SIZE]) {
+    memcpy(token.bytes, bytes, DSEC_TOKEN_SIZE);
+    token.there = true;
+}
+
+/* A stream for good stays open, and what comes next begins with the token. */
 static void channel_close(void) {
-    drop(&channel.fd);
+    struct source source = channel.source;
+    bool asked = channel.asked;
+    int stream = token.there ? channel.fd : -1;
+    if (stream < 0) drop(&channel.fd);
     dsec_request_free(&channel.request);
     free(channel.answers);
     while (list_pop(&guest.sending)) {}
     memset(&channel, 0, sizeof channel);
-    channel.fd = -1;
+    channel.fd = stream;
+    if (stream < 0) return;
+    channel.source = source;
+    channel.asked = asked;
+    channel.seeking = channel.writable = channel.readable = true;
 }
 
 /* Room is asked for only when there was none: else every frame that the edge takes out would wake us. */
@@ -52,7 +72,7 @@ static void ask_for_room(bool ask) {
 }
 
 static void channel_ready(struct source *source, uint32_t events) {
-    (void)source;
+    (void)source; /* that a stream for good has nobody at its other end is told once, and so is that somebody came */
     if (events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) channel.readable = true;
     if (events & EPOLLOUT) {
         channel.writable = true;
@@ -208,6 +228,12 @@ static bool input_ack_due(const struct op *op) {
     return written - op->input_acked >= ACK_BYTES || (written != op->input_acked && written == op->input_ring.end);
 }
 
+static bool send_status(void) {
+    uint8_t status[DSEC_STATUS_SIZE];
+    vm_status(status);
+    return send_frame(DSEC_STATUS, 0, status, sizeof status);
+}
+
 static bool exit_due(const struct op *op) { return op->send_exit && !op_has_output(op); }
 
 /* One frame of what this operation has to say. False where the channel is full or lost. */
@@ -229,6 +255,7 @@ static bool send_next(struct op *op) {
         return send_output(op, &op->err, DSEC_F_STDERR);
     } else if (exit_due(op)) {
         dsec_put_exit(payload, &op->exit);
+        if (guest.machine && op->kind == DSEC_EXEC && !send_status()) return false;
         if (!send_frame(DSEC_EXIT, op->id, payload, DSEC_EXIT_SIZE)) return false;
         op->send_exit = false;
     }
@@ -389,10 +416,41 @@ static int on_bytes(size_t size) {
     return error ? error : on_frame(&header, input + DSEC_HEADER_SIZE);
 }
 
+/* Where the token ends in what was received; 0: not in it. It may have begun in what was received before. */
+static size_t find_token(const uint8_t *data, size_t size) {
+    for (size_t at = 0; at < size;) {
+        if (token.matched == 0) {
+            const uint8_t *first = memchr(data + at, token.bytes[0], size - at);
+            if (!first) return 0;
+            at = (size_t)(first - data) + 1;
+            token.matched = 1;
+        } else if (data[at] != token.bytes[token.matched]) {
+            token.matched = 0; /* its first byte is none of its others, so that it begins here or later */
+        } else if (at++, ++token.matched == DSEC_TOKEN_SIZE) {
+            token.matched = 0;
+            return at;
+        }
+    }
+    return 0;
+}
+
+/* The same of a stream for good. What was read goes no further than a frame, or than the HELLO behind a token. */
+static int on_stream(size_t size) {
+    uint8_t *fresh = input + channel.received;
+    size_t end = find_token(fresh, size);
+    if (!end) return channel.seeking ? 0 : on_bytes(size);
+    channel_close();
+    channel.seeking = false;
+    memmove(input, fresh + end, size - end);
+    return on_bytes(size - end);
+}
+
 /* Receives at most one packet, or a piece of the next frame. False where there is nothing to receive, or the channel is lost. */
 static bool receive(void) {
     size_t want = sizeof input - 1;
-    if (!channel.packets) {
+    if (channel.seeking) {
+        want = DSEC_TOKEN_SIZE;
+    } else if (!channel.packets) {
         want = DSEC_HEADER_SIZE;
         if (channel.received >= DSEC_HEADER_SIZE) want += get_u32(input); /* checked before */
         want -= channel.received;
@@ -402,11 +460,15 @@ static bool receive(void) {
         channel.readable = errno == EINTR;
         return false;
     }
+    if (got == 0 && token.there) { /* nobody is there, or the news that somebody is comes behind what he sends: the token tells */
+        channel.readable = false;
+        return false;
+    }
     if (got <= 0) {
         channel_close();
         return false;
     }
-    int error = !channel.packets ? on_bytes((size_t)got) : (size_t)got > want ? -EPROTO : on_packet((size_t)got);
+    int error = token.there ? on_stream((size_t)got) : !channel.packets ? on_bytes((size_t)got) : (size_t)got > want ? -EPROTO : on_packet((size_t)got);
     if (error) hang_up(error);
     return !error;
 }

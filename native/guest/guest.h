@@ -10,6 +10,7 @@
  *   ring.c     bounded byte queues, lists
  *   users.c    /etc/passwd and /etc/group
  *   terminal.c the terminal of a command that has one
+ *   vm.c       what comes before all that where the guest is the first program of a virtual machine
  *   files.c, tree.c, inotify.c, connect.c  file calls, watching, connections, in a forked child that has become the named user
  *
  * Invariants. One thread. Nothing blocks but epoll_wait: whatever might (paths, users, execve) is done in a forked child. Memory per
@@ -68,6 +69,7 @@ struct guest {
     int epoll, control, cgroup, null; /* cgroup: -1 where there is none; null: /dev/null, or -1 */
     struct rlimit nofile;             /* as inherited: what commands get by default */
     int oom_score_adj;                /* own; -1 unknown */
+    bool machine;                     /* it is the first program of a virtual machine (vm.c) */
     struct link sending;              /* operations that have something to send */
     struct link reading;              /* streams that may be readable */
     uint64_t timer;                   /* when ops_tick() wants to be called, monotonic ns; UINT64_MAX: never */
@@ -201,6 +203,7 @@ bool channel_busy(void);          /* it could go on without waiting */
 void channel_refuse(uint64_t op, int error, const char *why);
 void channel_notify(struct op *op); /* it may have something to send */
 uint32_t ops_visible(void);
+void channel_token(const uint8_t token[DSEC_TOKEN_SIZE]); /* of a channel that is one stream for good (wire.h, STREAMS) */
 
 /* --- spawn.c ------------------------------------------------------------------------------------------------------------------- */
 
@@ -216,6 +219,12 @@ uint32_t terminal_size(uint32_t before, uint64_t cols, uint64_t rows); /* bounde
 int terminal_resize(const struct op *op);
 bool terminal_type_end(struct op *op); /* false: again when the input takes more */
 int terminal_take(uid_t owner);        /* in the child, the leader of a new session, whose stdin it is */
+
+/* --- vm.c ---------------------------------------------------------------------------------------------------------------------- */
+
+void vm_boot(void);     /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP */
+void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
+_Noreturn void vm_halt(void);
 
 /* --- cgroup.c ------------------------------------------------------------------------------------------------------------------ */
 

@@ -67,6 +67,7 @@ void free_later(void *memory) {
 void shut_down(int status) {
     ops_kill_all();
     groups_kill_left();
+    if (guest.machine) vm_halt();
     if (getpid() == 1) _exit(status); /* takes the whole namespace with it */
     kill_tree(getpid());
     for (int i = 0; i < 1000; i++) { /* see them off, for a second */
@@ -148,7 +149,7 @@ static void set_up(bool cgroups) {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) open("/", O_PATH);
     }
     x_close_from(DSEC_FD_CGROUP + 1);
-    guest.control = DSEC_FD_CONTROL;
+    if (!guest.machine) guest.control = DSEC_FD_CONTROL;
     if (cgroups && fstatfs(DSEC_FD_CGROUP, &file_system) == 0 && file_system.f_type == CGROUP2_SUPER_MAGIC) {
         guest.cgroup = DSEC_FD_CGROUP;
         fcntl(guest.cgroup, F_SETFD, FD_CLOEXEC);
@@ -183,7 +184,7 @@ static void set_up(bool cgroups) {
     struct epoll_event event = {EPOLLIN, {.ptr = &children}};
     epoll_ctl(guest.epoll, EPOLL_CTL_ADD, signals, &event);
     event.data.ptr = &control;
-    if (epoll_ctl(guest.epoll, EPOLL_CTL_ADD, guest.control, &event)) _exit(71);
+    if (guest.control >= 0 && epoll_ctl(guest.epoll, EPOLL_CTL_ADD, guest.control, &event)) _exit(71);
     channel_open(DSEC_FD_CHANNEL);
 }
 
@@ -197,6 +198,7 @@ static int wait_ms(void) {
 }
 
 int main(int argc, char **argv) {
+    if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(); /* the kernel started us, not the zygote */
     set_up(argc < 2 || strcmp(argv[1], "--no-cgroup") != 0);
     for (;;) {
         struct epoll_event events[EVENTS];

@@ -385,7 +385,7 @@ static uint64_t held_ns; /* since when the sandbox stands still, or 0 */
 void ops_hold(uint64_t since) {
     uint64_t now = now_ns();
     if (since) {
-        if (!held_ns) held_ns = since < now ? since : now;
+        if (!held_ns) held_ns = since < now && !guest.machine ? since : now;
         return;
     }
     if (!held_ns) return;

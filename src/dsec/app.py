@@ -1,12 +1,6 @@
-"""The composition: the only place that names concrete parts and reads the server's configuration.
+"""The composition: the only place that names concrete parts.
 
-Configuration, by argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
-`DSEC_STORE` (the store that nodes share; default none), `DSEC_CACHE_GIB` (of layers that are filled on demand; default
-64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_REGISTRIES` (which callers may name; default `*`: any at a
-public address), `DSEC_DOCKER_LOGIN` (projects for which the server uses its own Docker login; default none),
-`DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap).
-What doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
-path, so that several servers fit on one host.
+What a server is configured with is read in `configuration.py`.
 """
 
 from __future__ import annotations
@@ -25,23 +19,24 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from msgspec import Struct
 
 from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
-from dsec.api.e2b import E2bConfig
 from dsec.api.layers import OPERATOR
 from dsec.api.metrics import installed_version
-from dsec.api.sandboxfusion import FusionConfig
 from dsec.api.serve import ApiServer, Stop
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.container.host import Host
 from dsec.backends.container.jails import ContainerJails
-from dsec.backends.container.native import probe_network
+from dsec.backends.container.native import build_native, probe_network
 from dsec.backends.fncall.pool import Jails
 from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.service import FunctionService
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.backends.microvm.find import find_node, probe_machines
+from dsec.backends.microvm.node import VmHost, VmNode
 from dsec.builder.service import BuildService
+from dsec.configuration import Config, read_config, read_e2b, read_fusion
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
@@ -56,11 +51,11 @@ from dsec.grading.running import FirstOf
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import zram
-from dsec.kernel.census import instance_of
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding, probe_host
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
+from dsec.ports import Backend
 from dsec.sdk._config import FILE_NAME, Endpoint, write_endpoint
 from dsec.store.blobs import open_store
 from dsec.store.build import build_debian_layer
@@ -71,9 +66,8 @@ from dsec.store.lazy.cache import LazyCache
 from dsec.store.lazy.filler import Filler, serve_filler
 from dsec.store.lazy.fuse import FuseFiles
 from dsec.store.lazy.questions import Events, Questions
-from dsec.store.lazy.service import DEADLINE_S, LazyLayers, Way
+from dsec.store.lazy.service import DEADLINE_S, LazyLayers
 from dsec.store.leases import Leases
-from dsec.store.registries import Registries
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
 from dsec.store.shared import SharedLayers
@@ -84,84 +78,6 @@ CACHE = Path("store", "lazy")
 """Of layers that are filled on demand, below the state directory."""
 
 log = logging.getLogger("dsec")
-
-
-class Config(Struct, frozen=True, kw_only=True):
-    """Where a server keeps what."""
-
-    state: Path
-    run: Path
-    store: str = ""
-    """URL of the store that nodes share, as `open_store` takes it; empty: none."""
-    edge: int | None = None
-    """Its number in a cluster; None: there is none."""
-    registries: Registries = Registries()
-    """Which callers may name."""
-    lazy: Way = ""
-    """How reads of layers get to what fills them; empty: as the kernel can."""
-    cache_bytes: int = 64 << 30
-    """Of data of layers that are filled on demand; the least recently used goes."""
-    zram_bytes: int | None = None
-    """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
-
-    @property
-    def instance(self) -> str:
-        """Names this server's cgroups and units on the host."""
-        return self.run.name
-
-
-def read_config(state: Path | None = None) -> Config:
-    """The configuration from arguments and environment."""
-    state = (state or Path(os.environ.get("DSEC_STATE") or "/var/lib/dsec")).absolute()
-    run = Path(os.environ.get("DSEC_RUN") or "/run/dsec") / instance_of(state)
-    registries = Registries(
-        default=os.environ.get("DSEC_REGISTRY", ""),
-        named=tuple(os.environ.get("DSEC_REGISTRIES", "*").split()),
-        docker_login=tuple(os.environ.get("DSEC_DOCKER_LOGIN", "").split()),
-    )
-    way = os.environ.get("DSEC_LAZY", "")
-    if way not in ("", "events", "fuse"):
-        raise InvalidRequest(f"DSEC_LAZY is {way!r}", remedy="It is events, fuse, or not set.")
-    cache_gib = os.environ.get("DSEC_CACHE_GIB") or "64"
-    if not cache_gib.isdecimal() or int(cache_gib) < 1:
-        raise InvalidRequest(f"DSEC_CACHE_GIB is {cache_gib!r}", remedy="It is a number of GiB, at least 1.")
-    zram_bytes = os.environ.get("DSEC_ZRAM_BYTES")
-    if zram_bytes and not (zram_bytes.isascii() and zram_bytes.isdigit()):
-        raise InvalidRequest(f"DSEC_ZRAM_BYTES={zram_bytes!r} is not a number of bytes")
-    return Config(
-        state=state,
-        run=run,
-        store=os.environ.get("DSEC_STORE", ""),
-        registries=registries,
-        lazy=msgspec.convert(way, Way),
-        cache_bytes=int(cache_gib) << 30,
-        zram_bytes=int(zram_bytes) if zram_bytes else None,
-    )
-
-
-def read_e2b(config: Config) -> E2bConfig:
-    """How the E2B face is set: `e2b.json` in the state directory, or the defaults. Raises `InvalidRequest`."""
-    path = config.state / "e2b.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=E2bConfig)
-    except FileNotFoundError:
-        return E2bConfig()
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{path}: {error}", remedy="docs/E2B.md says what it may hold.") from error
-
-
-def read_fusion(config: Config) -> FusionConfig:
-    """How SandboxFusion's calls are served: `sandboxfusion.json` in the state directory, or the defaults. Raises
-    `InvalidRequest`."""
-    path = config.state / "sandboxfusion.json"
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=FusionConfig)
-        found.check()
-    except FileNotFoundError:
-        return FusionConfig()
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"{path}: {error}", remedy="docs/SANDBOXFUSION.md says what it may hold.") from error
-    return found
 
 
 def open_environments(config: Config) -> EnvironmentStore:
@@ -213,6 +129,22 @@ def open_host(config: Config) -> Host:
         remote=remote,
         make_swap=partial(_make_swap, config, ledger),
     )
+
+
+def open_machines(config: Config, host: Host, templates: Path | None = None) -> VmNode | None:
+    """What the microVM backend stands on; None where this host can run no machines. `templates`: where they are kept.
+    Blocks for a moment: KVM is tried."""
+    parts = VmHost(
+        state=config.state,
+        run=config.run,
+        volume=host.volume,
+        environments=host.environments,
+        remote=host.remote,
+        make_swap=host.make_swap,
+        build_guest=lambda: build_native(config.state) / "guest",
+    )
+    groups = CgroupRoot.detect(f"dsec-{config.instance}-vm", config.run / "cgroup2")
+    return find_node(parts, groups, accel=config.vm_accel, spare=config.vm_spare, templates=templates)
 
 
 def _make_swap(config: Config, ledger: Ledger) -> None:
@@ -290,8 +222,11 @@ async def open_edge(
         on_host(host)
         clock = SystemClock()
         backend = ContainerBackend(host, clock)
+        backends: dict[str, Backend] = {"container": backend}
+        if machines := await asyncio.to_thread(open_machines, config, host):
+            backends["microvm"] = MicroVmBackend(machines, clock)
         edge = await Edge.open(
-            {"container": backend},
+            backends,
             state,
             clock=clock,
             config=edge_config,
@@ -471,7 +406,7 @@ async def _write_client(config: Config, edge: Edge, url: str) -> None:
 
 def probe(state: Path | None = None) -> list[Finding]:
     """What this host offers, the backends' own probes included; takes about two seconds and leaves nothing."""
-    return [*probe_host(state), probe_network()]
+    return [*probe_host(state), probe_network(), *probe_machines(read_config(state).state)]
 
 
 def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]:

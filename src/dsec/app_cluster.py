@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer, Stop
-from dsec.app import check_root, make_state, open_api, raise_open_files, read_config
+from dsec.app import check_root, make_state, open_api, raise_open_files
 from dsec.cluster.apiserver import ClusterApi
 from dsec.cluster.bus import Bus, open_bus
 from dsec.cluster.creating import Creations
@@ -29,6 +29,7 @@ from dsec.cluster.nodes import Nodes
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import ORDER_S, Made, Member
+from dsec.configuration import read_config
 from dsec.edge.logs import LogFormat, configure
 from dsec.errors import InvalidRequest
 from dsec.plan.iam import Iam

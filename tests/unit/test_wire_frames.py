@@ -16,6 +16,7 @@ from dsec.wire.frames import (
     MAX_DATA,
     MAX_PAYLOAD,
     MAX_REQUEST,
+    PROTOCOL_VERSION,
     Flag,
     Frame,
     FrameType,
@@ -121,6 +122,22 @@ def header(size: int, kind: int, flags: int = 0, zero: int = 0) -> bytes:
 def test_malformed_packets_are_refused(packet: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(packet)
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(1, 40), max_size=20), st.booleans())
+def test_a_stream_that_an_earlier_edge_left_begins_with_our_welcome(before: bytes, cuts: list[int], half: bool) -> None:
+    incarnation = 0x1122334455667788
+    welcome = Frame(FrameType.WELCOME, 0, struct.pack("<HHIQQ", PROTOCOL_VERSION, 0, 0, incarnation, 7))
+    other = Frame(FrameType.WELCOME, 0, struct.pack("<HHIQQ", PROTOCOL_VERSION, 0, 0, 5, 7)).encode()
+    stray = struct.pack("<Q", incarnation)  # our number, but in no WELCOME
+    stream = (
+        before + other + stray + (other[:30] if half else b"") + welcome.encode() + Frame(FrameType.SYNCED).encode()
+    )
+    decoder, found, at = StreamDecoder(incarnation), list[Frame](), 0
+    for size in [*cuts, len(stream)]:
+        found += decoder.feed(stream[at : at + size])
+        at += size
+    assert found == [welcome, Frame(FrameType.SYNCED)]
 
 
 def test_a_stream_refuses_a_huge_size_before_it_waits_for_it() -> None:

@@ -21,13 +21,14 @@ from typing import Any
 import click
 from msgspec import Struct
 
-from dsec.app import open_edge, open_environments, read_config
+from dsec.app import open_edge, open_environments
 from dsec.backends.fncall.pool import Jails
 from dsec.backends.fncall.service import FunctionService
 from dsec.bench import load
 from dsec.bench.fncall_peers import BareFork, fresh, mounted_root
 from dsec.bench.output import say, write_result
 from dsec.bench.rounds import Turn, interleave, median_rate, percentile, ratio
+from dsec.configuration import read_config
 from dsec.errors import EnvironmentNotFound
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.rollout.server import LocalServer, default_state, run

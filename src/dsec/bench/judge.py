@@ -21,10 +21,10 @@ import click
 from msgspec import Struct
 
 from dsec import AsyncClient, Case, JudgeSpec
-from dsec.app import read_config
 from dsec.bench import load, meter
 from dsec.bench.output import say, write_result
 from dsec.bench.rounds import percentile
+from dsec.configuration import read_config
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.rollout.server import LocalServer, default_state, run
 from dsec.spec.judging import Judged, JudgeLimits, Language, Word

@@ -14,10 +14,11 @@ from typing import Any
 import click
 from msgspec import Struct
 
-from dsec.app import open_edge, open_layers, read_config
+from dsec.app import open_edge, open_layers
 from dsec.backends.container.host import Host
 from dsec.bench import load, log_overhead, state_files, state_memory
 from dsec.bench.output import say, write_result
+from dsec.configuration import read_config
 from dsec.rollout.server import default_state
 
 PARTS = ("memory", "files", "log")

@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from dsec.app import Config, open_environments
+from dsec.app import open_environments
 from dsec.bench.output import say
 from dsec.bench.rounds import percentile
+from dsec.configuration import Config
 from dsec.edge.client import Execution
 from dsec.edge.node import Edge
 from dsec.errors import EnvironmentNotFound

@@ -29,7 +29,7 @@ from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, Quo
 from dsec.ports import Clock
 from dsec.spec.operations import ExecFlag, Kind, OpRequest
 from dsec.wire.frames import HEADER_SIZE, MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode_all
-from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Synced
+from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Status, Synced
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _QUEUE_MAX = 16 << 20
 """Bytes queued for a guest that doesn't read but makes us answer: then it is broken."""
 
 _PTY = int(ExecFlag.PTY)
-_CHANNEL_EVENTS = (Known, Synced, Pong)
+_CHANNEL_EVENTS = (Known, Synced, Pong, Status)
 _local = threading.local()
 
 
@@ -71,6 +71,7 @@ class SocketChannel:
         spool: Spool | None = None,
         on_broken: Callable[[str], None] | None = None,
         on_eof: Callable[[], None] | None = None,
+        token: bytes = b"",
     ) -> None:
         self._socket = sock
         self._clock = clock
@@ -79,8 +80,13 @@ class SocketChannel:
         self._on_eof = on_eof
         self._loop = asyncio.get_running_loop()
         self._spooled = spool.sizes() if spool else {}
-        self.session = Session(secrets.randbits(64), self._spooled)
-        self._decoder = StreamDecoder() if sock.type == socket.SOCK_STREAM else None
+        incarnation = secrets.randbits(64)
+        self.session = Session(incarnation, self._spooled, machine=bool(token))
+        self.status = Status()
+        """Of a virtual machine, as it last said: a claim of code that is hostile."""
+        self._token = token
+        stream = sock.type == socket.SOCK_STREAM
+        self._decoder = StreamDecoder(incarnation if token else None) if stream else None
         self._operations: dict[int, GuestOperation] = {}
         self._by_key: dict[bytes, GuestOperation] = {}
         self._ended: dict[int, GuestOperation] = {}
@@ -110,15 +116,17 @@ class SocketChannel:
         spool: Spool | None = None,
         on_broken: Callable[[str], None] | None = None,
         on_eof: Callable[[], None] | None = None,
+        token: bytes = b"",
     ) -> SocketChannel:
         """Greet the guest and take over what it runs; owns `sock` from now on. The caller bounds the time.
 
-        `on_broken(reason)`: the guest broke the protocol. `on_eof()`: it closed the channel, or died.
+        `on_broken(reason)`: the guest broke the protocol. `on_eof()`: it closed the channel, or died. `token`: of a
+        virtual machine's port, whose stream may be in the middle of an earlier edge's frame.
         Raises `OutcomeUnknown` where the guest is gone or speaks nonsense.
         """
-        channel = cls(sock, clock=clock, spool=spool, on_broken=on_broken, on_eof=on_eof)
+        channel = cls(sock, clock=clock, spool=spool, on_broken=on_broken, on_eof=on_eof, token=token)
         try:
-            channel.send(channel.session.hello())
+            channel.send(channel._token + channel.session.hello())
             await channel._live
         except BaseException:
             await channel.close()
@@ -256,12 +264,14 @@ class SocketChannel:
             self._ended[event.op] = operation
         self._changed[event.op] = operation
 
-    def _take_channel_event(self, event: Known | Synced | Pong) -> None:
+    def _take_channel_event(self, event: Known | Synced | Pong | Status) -> None:
         match event:
             case Known():
                 self._resume(event)
             case Synced():
                 self._synced()
+            case Status():
+                self.status = event
             case Pong():
                 asked = self._pings.get(event.token)
                 if asked is not None and not asked[1].done():

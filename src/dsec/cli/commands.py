@@ -67,6 +67,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 
 @click.command("run", context_settings={"ignore_unknown_options": True})
 @command_options
+@click.option("--backend", help="Kind of sandbox: container (default) or microvm.")
 @click.option("--cpus", type=float, help="CPUs (default 1).")
 @click.option("--memory", callback=lambda _, __, text: size(text) if text else None, help="Memory, as 512M or 2GiB.")
 @click.option("--disk", callback=lambda _, __, text: size(text) if text else None, help="Disk, likewise.")
@@ -84,6 +85,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 def run(  # noqa: PLR0917 (click passes by name)
     environment: str,
     argv: tuple[str, ...],
+    backend: str | None,
     cpus: float | None,
     memory: int | None,
     disk: int | None,
@@ -98,6 +100,7 @@ def run(  # noqa: PLR0917 (click passes by name)
 ) -> int:
     """Make a sandbox of ENVIRONMENT, run a command in it, end it; the command's exit code is passed on."""
     fields: dict[str, Any] = {
+        "backend": backend,
         "cpus": cpus,
         "memory_bytes": memory,
         "disk_bytes": disk,

@@ -182,6 +182,17 @@ def bench_judge(arguments: tuple[str, ...]) -> int:
     return judge.main(list(arguments))
 
 
+@bench.command("vm", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_vm(arguments: tuple[str, ...]) -> int:
+    """MicroVMs: clones against booting, spare ones, memory, pauses."""
+    try:
+        from dsec.bench import vm
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return vm.main(list(arguments))
+
+
 @bench.command("lazy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_lazy(arguments: tuple[str, ...]) -> int:
@@ -239,6 +250,7 @@ def version(as_json: bool) -> None:
 
 
 def _needs_server(error: ImportError) -> Unsupported:
+    """What a client without the server part says."""
     return Unsupported(
         f"this needs the server part of dsec: {error}", remedy='install it with `pip install "dsec[server]"`, on Linux'
     )

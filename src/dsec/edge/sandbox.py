@@ -148,6 +148,7 @@ def info_of(record: Record, token: str | None = None) -> SandboxInfo:
         message=record.message,
         create_ms=record.create_ms,
         queue_ms=record.queue_ms,
+        accel=record.handle.get("accel", ""),
         token=token,
     )
 

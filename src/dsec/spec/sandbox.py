@@ -103,6 +103,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     network: Network | None = None
     """What it may reach, by named permission (docs/NETWORK.md); absent: nothing."""
     gpus: int | None = None
+    require_kvm: bool = False
+    """Of virtual machines: refuse a node that would only imitate the CPU (`SandboxInfo.accel`)."""
     tripwires: Annotated[list[SetName | Rule], Meta(max_length=64)] = []
     """What is to be noticed from outside: names of rule sets and rules of one's own (docs/TRIPWIRES.md)."""
     public_ports: Annotated[list[Port], Meta(max_length=64)] | bool = False
@@ -189,6 +191,8 @@ class SandboxInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     create_ms: float | None = None
     """From admission to a guest that answers."""
     queue_ms: float = 0.0
+    accel: str = ""
+    """What runs a virtual machine's code: `kvm`, or `tcg` (an imitation, many times slower)."""
     token: str | None = None
     """Grants access to this sandbox alone; returned by create only."""
 

@@ -26,6 +26,8 @@ MAX_OPS = 1024
 MAX_KEY = 128
 MAX_TERMINAL = 4096
 MAX_WATCHES = 8192
+TOKEN_SIZE = 16
+STATUS_SIZE = 40
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 Buffer = bytes | bytearray | memoryview
@@ -47,6 +49,8 @@ class FrameType(IntEnum):
     PING = 7
     RESIZE = 8
     HOLD = 9
+    CONFIGURE = 10
+    WARM = 11
 
     WELCOME = 65
     OPSTATE = 66
@@ -57,6 +61,9 @@ class FrameType(IntEnum):
     EXIT = 71
     REFUSED = 72
     PONG = 73
+    READY = 74
+    CONFIGURED = 75
+    STATUS = 76
 
     Z_HELLO = 129
     Z_SPAWN = 130
@@ -131,6 +138,12 @@ class Tag(IntEnum):
     SPAWN_FLAGS = 77
     MEMORY = 78
 
+    TOKEN = 96
+    CLOCK_NS = 97
+    SEED = 98
+    MACHINE_ID = 99
+    PIDS = 100
+
 
 # type: (least payload, most payload, flags allowed: plain ints, as ~ of an IntFlag forgets unknown bits)
 _RULES: dict[int, tuple[int, int, int]] = {
@@ -143,6 +156,8 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.PING: (8, 8, 0),
     FrameType.RESIZE: (4, 4, 0),
     FrameType.HOLD: (8, 8, 0),
+    FrameType.CONFIGURE: (0, MAX_PAYLOAD, 0),
+    FrameType.WARM: (0, MAX_PAYLOAD, 0),
     FrameType.WELCOME: (24, 24, 0),
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),
@@ -152,6 +167,9 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.EXIT: (64, 64, 0),
     FrameType.REFUSED: (8, MAX_PAYLOAD, 0),
     FrameType.PONG: (16, 16, 0),
+    FrameType.READY: (8, 8, 0),
+    FrameType.CONFIGURED: (8, 8, 0),
+    FrameType.STATUS: (STATUS_SIZE, STATUS_SIZE, 0),
     FrameType.Z_HELLO: (8, 8, 0),
     FrameType.Z_SPAWN: (0, MAX_PAYLOAD, int(Flag.MORE)),
     FrameType.Z_ATTACH: (1, 40, 0),
@@ -246,7 +264,13 @@ def decode_all(packet: Buffer) -> list[Frame]:
 class StreamDecoder:
     """Frames out of a byte stream. Holds at most one incomplete frame; after an error it stays broken."""
 
-    def __init__(self) -> None:
+    _WELCOME = _HEADER.pack(24, FrameType.WELCOME, 0, 0, 0)
+    _INCARNATION_AT = HEADER_SIZE + 8
+
+    def __init__(self, incarnation: int | None = None) -> None:
+        """`incarnation`: of our HELLO, on a stream that an earlier edge may have left in the middle of a frame
+        (wire.h, STREAMS): what comes before the WELCOME that answers it is dropped."""
+        self._mark = None if incarnation is None else _U64.pack(incarnation)
         self._buffer = bytearray()
         self._broken: ProtocolError | None = None
 
@@ -258,6 +282,8 @@ class StreamDecoder:
             raise self._broken
         buffer = self._buffer
         buffer += data
+        if self._mark is not None and not self._found(buffer, self._mark):
+            return []
         frames: list[Frame] = []
         at = 0
         try:
@@ -277,6 +303,19 @@ class StreamDecoder:
             raise
         del buffer[:at]
         return frames
+
+    def _found(self, buffer: bytearray, mark: bytes) -> bool:
+        """Whether the WELCOME is there; `buffer` then begins with it, else holds what may be its beginning."""
+        at = buffer.find(mark)
+        while at >= 0:
+            start = at - self._INCARNATION_AT
+            if start >= 0 and buffer.startswith(self._WELCOME, start):
+                self._mark = None
+                del buffer[:start]
+                return True
+            at = buffer.find(mark, at + 1)
+        del buffer[: -(self._INCARNATION_AT + len(mark))]
+        return False
 
     def end(self) -> None:
         """The stream ended. Raises `ProtocolError` where that cut a frame."""

@@ -41,6 +41,7 @@ _WELCOME = struct.Struct("<HHIQQ")
 _U64 = struct.Struct("<Q")
 _TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
+_STATUS = struct.Struct("<5Q")
 _TWO_U16 = struct.Struct("<HH")
 
 
@@ -64,6 +65,7 @@ TABLE: dict[tuple[Phase, FrameType], Phase] = {
     (Phase.SYNCING, FrameType.OPSTATE): Phase.SYNCING,
     (Phase.SYNCING, FrameType.SYNCED): Phase.LIVE,
     (Phase.LIVE, FrameType.PONG): Phase.LIVE,
+    (Phase.LIVE, FrameType.STATUS): Phase.LIVE,  # of a virtual machine only
     # an operation, while the channel is live
     (Phase.STARTING, FrameType.STARTED): Phase.RUNNING,
     (Phase.STARTING, FrameType.STDIN_ACK): Phase.STARTING,
@@ -147,7 +149,17 @@ class Pong(Struct, frozen=True):
     guest_ns: int
 
 
-Event = Known | Synced | Started | Output | StdinRoom | Ended | Refused | Pong
+class Status(Struct, frozen=True):
+    """A virtual machine's counters, as its own kernel says."""
+
+    oom_kills: int = 0
+    pids_refused: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+
+
+Event = Known | Synced | Started | Output | StdinRoom | Ended | Refused | Pong | Status
 
 
 class _Op:
@@ -184,7 +196,11 @@ class Session:
     on our side, so that
     it needn't come again."""
 
-    def __init__(self, incarnation: int, spooled: Mapping[int, tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self, incarnation: int, spooled: Mapping[int, tuple[int, int]] | None = None, *, machine: bool = False
+    ) -> None:
+        """`machine`: the guest is a virtual machine's, and says its STATUS."""
+        self._machine = machine
         self._incarnation = incarnation
         self._spooled = spooled or {}
         self._phase = Phase.NEW
@@ -322,6 +338,10 @@ class Session:
                     raise ProtocolError(f"SYNCED with {self._expected} operations still to come")
                 self._synced_ops = frozenset(self._ops)
                 return Synced()
+            case FrameType.STATUS:
+                if not self._machine:
+                    raise ProtocolError("STATUS of a guest that is no virtual machine's")
+                return Status(*_STATUS.unpack(frame.payload))
             case _:
                 token, guest_ns = _TWO_U64.unpack(frame.payload)
                 if token not in self._pings:

@@ -173,6 +173,8 @@ class ContainerBackend:
         for field, value in (("cpu_class", spec.cpu_class), ("gpus", spec.gpus)):
             if value is not None:
                 raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
+        if spec.require_kvm:
+            raise Unsupported("a container needs no KVM", remedy="Leave require_kvm out.", field="require_kvm")
         if spec.network:
             self._need_network()
         if (spec.workdir and not spec.workdir.startswith("/")) or "\0" in spec.workdir:

@@ -1,0 +1,317 @@
+"""`ports.Backend` of microVMs: sandboxes with a kernel of their own, each a clone of a template.
+
+Owns on the host what `machine.Machines` owns for each, a launcher, and templates. Invariants:
+
+- All names are in the handle, so `destroy` works on what a dead server left half-made.
+- VMMs and the launcher outlive this object; when the launcher dies, so do the machines, and a new one is started.
+- What a machine says of itself is a claim: only its VMM's cgroups and its end are facts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
+
+from dsec.backends.microvm.disks import disk_size
+from dsec.backends.microvm.first_words import Identity, configure, new_token
+from dsec.backends.microvm.instance import MachineInstance
+from dsec.backends.microvm.launching import Ended
+from dsec.backends.microvm.machine import Machine
+from dsec.backends.microvm.node import VmNode
+from dsec.backends.microvm.spares import Wanted
+from dsec.backends.microvm.vmm import Shape
+from dsec.channel import SocketChannel, Spool
+from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.ports import Clock, Handle, InstanceEnd
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxSpec
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+LEAST_MEMORY = 96 * MIB
+MOST_VCPUS = 64
+_ADOPT_S = 10.0
+_PANIC = "Kernel panic"
+
+
+class MicroVmBackend:
+    """MicroVMs of one node."""
+
+    name: ClassVar[str] = "microvm"
+    api_version: ClassVar[int] = 1
+
+    def __init__(self, node: VmNode, clock: Clock) -> None:
+        self.node = node
+        self._clock = clock
+        self._instances: dict[str, MachineInstance] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.node.epoch
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """As in `edge.observer.Inspectable`."""
+        return {"cgroups": dict(self.node.pool.counts()), "machines": {"spare": self.node.spares.count}}
+
+    async def check_ready(self) -> None:
+        """As in `edge.observer.Inspectable`."""
+        self.node.host.volume.check_space()
+
+    def pid(self, sandbox_id: str) -> int:
+        """The host's number of a machine's VMM. Raises KeyError."""
+        return self._instances[sandbox_id].machine.pid
+
+    # --- opening and closing ---
+
+    async def open(self, known: dict[str, Handle]) -> Mapping[str, MachineInstance | InstanceEnd]:
+        node = self.node
+        state, fresh = await node.open(self._on_lost)
+        wanted = {handle["slot"]: handle["vm"] for handle in known.values() if handle}
+        slots = await asyncio.to_thread(node.pool.open, wanted)
+        node.machines.expect(state.live)
+        found: dict[str, MachineInstance | InstanceEnd] = {}
+        if fresh:
+            found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines was gone"))
+        await node.templates.adopt(state.held)
+        for sandbox_id, handle in known.items():
+            if not handle:
+                continue
+            if handle["vm"] in state.ended:
+                found[sandbox_id] = _why(state.ended[handle["vm"]])
+            elif handle["vm"] in state.live and handle["slot"] in slots:
+                try:
+                    found[sandbox_id] = await self._adopt(sandbox_id, handle)
+                except DsecError as error:
+                    log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
+        for sandbox_id, handle in known.items():
+            if sandbox_id not in self._instances:
+                await self.destroy(sandbox_id, handle)
+        ours = {instance.machine.name for instance in self._instances.values()}
+        for name in (state.live.keys() | state.ended.keys() | node.machines.names()) - ours:
+            await node.machines.end(name, "")
+        return found
+
+    async def close(self, *, keep: bool) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        self._watches.clear()
+        for instance in self._instances.values():
+            instance.forget()
+            await instance.channel.close()
+            instance.machine.control.close()
+        self._instances.clear()
+        await self.node.close(keep=keep)
+
+    def _on_lost(self) -> None:
+        """The launcher died; its VMMs die with it."""
+        for instance in self._instances.values():
+            instance.machine.slot.kill()
+            instance.note_end(InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines died"))
+
+    # --- making ---
+
+    def check(self, spec: SandboxSpec) -> None:
+        for field, value in (
+            ("cpu_class", spec.cpu_class),
+            ("gpus", spec.gpus),
+            ("network", spec.network),
+            ("tripwires", spec.tripwires),
+        ):
+            if value:
+                raise Unsupported(
+                    f"{field} is not available for microVMs in this version", remedy="Leave it out.", field=field
+                )
+        if spec.require_kvm and self.node.driver.accel != "kvm":
+            raise Unsupported(
+                f"this node has no KVM that is fit to run machines: {self.node.accel_reason}",
+                remedy="Leave require_kvm out, and the machine runs slowly.",
+                field="require_kvm",
+            )
+        if spec.memory_bytes < LEAST_MEMORY:
+            raise InvalidRequest(f"a microVM needs {LEAST_MEMORY >> 20} MiB of memory", field="memory_bytes")
+        if spec.cpus > MOST_VCPUS:
+            raise Unsupported(f"a microVM has at most {MOST_VCPUS} CPUs", field="cpus")
+        if (spec.workdir and not spec.workdir.startswith("/")) or "\0" in spec.workdir:
+            raise InvalidRequest("workdir is an absolute path", field="workdir")
+        layers = spec.layers or self.node.host.environments.get(spec.environment).layers
+        kernel = self.node.kernels.best()
+        if len(layers) > (most := self.node.driver.most_layers(kernel.machine)):
+            raise Unsupported(
+                f"{len(layers)} layers; a microVM of this node has room for {most}",
+                remedy="Merge some: `dsec layer merge`.",
+                field="layers",
+            )
+
+    def resolve(self, spec: SandboxSpec, project: str) -> SandboxSpec:
+        """As `ports.EnvironmentHost`."""
+        return self.node.host.environments.resolve(spec, project)
+
+    def knows(self, spec: SandboxSpec, project: str) -> bool:
+        """As in `ports.EnvironmentHost`."""
+        return self.node.host.remote is None or self.node.host.remote.knows(spec, project)
+
+    async def learn(self, spec: SandboxSpec, project: str) -> None:
+        """As in `ports.EnvironmentHost`."""
+        if self.node.host.remote is not None:
+            await self.node.host.remote.learn(spec, project)
+
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+        layers = spec.layers or self.node.host.environments.get(spec.environment).layers
+        shape = Shape(math.ceil(spec.cpus), _whole(spec.memory_bytes), disk_size(spec.disk_bytes), tuple(layers))
+        spare = self.node.spares.claim(Wanted(shape, spec.cpus))
+        groups = self.node.machines.group_shape(shape.memory_bytes, spec.cpus)
+        return {
+            "vm": spare.machine.name if spare else f"v{secrets.token_hex(8)}",
+            "slot": spare.reservation if spare else self.node.pool.reserve(groups),
+            "accel": self.node.driver.accel,
+            "token": new_token().hex(),
+            "vcpus": shape.vcpus,
+            "memory_bytes": shape.memory_bytes,
+            "cpus": spec.cpus,
+            "disk_bytes": shape.disk_bytes,
+        }
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> MachineInstance:
+        try:
+            return await self._create(sandbox_id, spec, handle)
+        except BaseException as error:
+            await asyncio.shield(self.destroy(sandbox_id, handle))
+            if isinstance(error, OSError):
+                raise CreateFailed(f"the host refused a step: {error}", remedy="See `dsec doctor`.") from error
+            if isinstance(error, OutcomeUnknown):
+                raise CreateFailed(f"the machine went away while it was made: {error.message}") from error
+            raise
+
+    async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> MachineInstance:
+        node, begun = self.node, self._clock.monotonic()
+        node.host.volume.check_space()
+        layers = spec.layers or node.host.environments.get(spec.environment).layers
+        shape = Shape(handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"], tuple(layers))
+        spare = node.spares.take(handle["vm"])
+        machine = spare or await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
+        restored = self._clock.monotonic()
+        sock = machine.connect()
+        try:
+            await machine.control.resume()
+            token = bytes.fromhex(handle["token"])
+            identity = Identity(
+                token=token,
+                hostname=spec.hostname or sandbox_id,
+                pids=spec.pids,
+                no_new_privs=spec.no_new_privs,
+            )
+            inside_s = await configure(sock, identity)
+        except BaseException:
+            sock.close()
+            raise
+        configured = self._clock.monotonic()
+        instance = await self._serve(sandbox_id, sock, machine, handle, fresh=True)
+        instance.phases_s = {
+            "clone": restored - begun,
+            "configure": configured - restored,
+            "configure_inside": inside_s,
+            "hello": self._clock.monotonic() - configured,
+        }
+        node.spares.refill(Wanted(shape, handle["cpus"]))
+        return instance
+
+    async def _serve(
+        self, sandbox_id: str, sock: socket.socket, machine: Machine, handle: Handle, *, fresh: bool = False
+    ) -> MachineInstance:
+        channel = await SocketChannel.open(
+            sock,
+            clock=self._clock,
+            spool=Spool(self.node.host.volume.spool_path(sandbox_id), fresh=fresh),
+            on_broken=partial(log.warning, "sandbox %s: its guest broke the protocol: %s", sandbox_id),
+            token=bytes.fromhex(handle["token"]),
+        )
+        instance = MachineInstance(
+            sandbox_id,
+            channel,
+            machine,
+            disk_limit_bytes=handle["disk_bytes"],
+            make_swap=self.node.host.make_swap,
+        )
+        self._instances[sandbox_id] = instance
+        self._watches[sandbox_id] = asyncio.create_task(self._watch(instance), name=f"end of {sandbox_id}")
+        return instance
+
+    async def _adopt(self, sandbox_id: str, handle: Handle) -> MachineInstance:
+        slot = self.node.pool.find(handle["slot"], handle["vm"])
+        assert slot is not None
+        frozen = slot.frozen
+        if frozen:  # its guest has to answer once
+            slot.thaw()
+        machine = await self.node.machines.adopt(handle["vm"], slot)
+        try:
+            async with asyncio.timeout(_ADOPT_S):
+                instance = await self._serve(sandbox_id, machine.connect(), machine, handle)
+        except TimeoutError:
+            machine.control.close()
+            raise Unavailable("its guest doesn't answer") from None
+        if frozen:
+            instance.freeze(True)
+        return instance
+
+    # --- ending ---
+
+    async def _watch(self, instance: MachineInstance) -> None:
+        """Say why it ended: its VMM did, or its kernel stopped."""
+        exited = self.node.machines.exited(instance.machine.name)
+        stopped = asyncio.ensure_future(instance.machine.control.ended())
+        try:
+            await asyncio.wait((exited, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done() and not stopped.cancelled():
+                instance.note_end(_stopped(stopped.result().reason, stopped.result().console))
+            elif exited.done():
+                instance.note_end(_why(exited.result()))
+        finally:
+            stopped.cancel()
+
+    async def destroy(self, sandbox_id: str, handle: Handle) -> None:
+        instance = self._instances.pop(sandbox_id, None)
+        watch = self._watches.pop(sandbox_id, None)
+        if watch is not None:
+            watch.cancel()
+        if instance is not None:
+            instance.forget()
+            instance.frozen = False  # a thread that pages it out stops
+            await instance.channel.close()
+        if handle:
+            spare = self.node.spares.take(handle["vm"])
+            await self.node.machines.end(handle["vm"], handle["slot"], instance.machine if instance else spare)
+        self.node.host.volume.remove_spool(sandbox_id)
+
+
+def _whole(size: int) -> int:
+    """Memory in steps of 2 MiB."""
+    return (size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB)
+
+
+def _stopped(reason: str, console: str) -> InstanceEnd:
+    if _PANIC in console or reason == "guest-panicked":
+        last = next((line for line in console.splitlines() if _PANIC in line), "").strip()[-300:]
+        return InstanceEnd(Cause.GUEST_EXITED, f"the kernel inside panicked: {last}")
+    return InstanceEnd(Cause.GUEST_EXITED, f"the machine shut down ({reason})")
+
+
+def _why(end: Ended) -> InstanceEnd:
+    """Nothing inside reaches its VMM but through the machine that it imitates."""
+    if os.WIFSIGNALED(end.status):
+        number = os.WTERMSIG(end.status)
+        return InstanceEnd(Cause.PLATFORM_KILLED, f"the virtual machine's monitor was ended by signal {number}")
+    said = end.said.strip().splitlines()
+    words = f": {said[-1][:300]}" if said else ""
+    return InstanceEnd(
+        Cause.PLATFORM_KILLED, f"the virtual machine's monitor ended with code {os.WEXITSTATUS(end.status)}{words}"
+    )

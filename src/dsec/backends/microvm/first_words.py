@@ -1,0 +1,113 @@
+"""What is said on a machine's port before its channel is one: READY by a template that has booted, CONFIGURE to a
+clone (native/common/wire.h)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from dsec.errors import CreateFailed, Unavailable
+from dsec.wire.frames import (
+    FIELD,
+    MAX_PAYLOAD,
+    TOKEN_SIZE,
+    Frame,
+    FrameType,
+    ProtocolError,
+    StreamDecoder,
+    Tag,
+    encode,
+    encode_fields,
+)
+
+NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
+_U64 = struct.Struct("<Q")
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """What makes a clone somebody."""
+
+    token: bytes
+    hostname: str
+    pids: int
+    no_new_privs: bool = False
+
+
+def new_token() -> bytes:
+    """As wire.h's STREAMS wants it: its first byte is none of its others."""
+    while True:
+        token = secrets.token_bytes(TOKEN_SIZE)
+        if token[0] not in token[1:]:
+            return token
+
+
+async def wait_ready(sock: socket.socket) -> float:
+    """Until a machine that boots says READY: seconds since its kernel began. The caller bounds the time. Raises
+    `CreateFailed` where it says something else, `Unavailable` where it is gone."""
+    frame = await _one_frame(sock)
+    if frame.type is not FrameType.READY:
+        raise CreateFailed(f"the machine said {frame.type.name} instead of READY")
+    ns: int = _U64.unpack(frame.payload)[0]
+    return ns / 1e9
+
+
+async def warm(sock: socket.socket, paths: Sequence[str]) -> None:
+    """Have files of a machine that is ready read into its memory. As `wait_ready`."""
+    fields: list[tuple[Tag, int | bytes]] = []
+    room = MAX_PAYLOAD
+    for path in paths:
+        encoded = path.encode(errors="surrogateescape")
+        room -= len(encoded) + FIELD.size
+        if room < 0:
+            break
+        fields.append((Tag.PATH, encoded))
+    await asyncio.get_running_loop().sock_sendall(sock, encode(FrameType.WARM, 0, encode_fields(fields)))
+    await wait_ready(sock)
+
+
+async def configure(sock: socket.socket, identity: Identity) -> float:
+    """Make a clone somebody: seconds that it took inside. Raises `CreateFailed` with what it says, `Unavailable`."""
+    fields: list[tuple[Tag, int | bytes]] = [
+        (Tag.TOKEN, identity.token),
+        (Tag.CLOCK_NS, time.time_ns()),
+        (Tag.SEED, os.urandom(64)),
+        (Tag.HOSTNAME, identity.hostname.encode()),
+        (Tag.MACHINE_ID, secrets.token_hex(16).encode()),
+        (Tag.PIDS, identity.pids),
+        (Tag.SPAWN_FLAGS, NO_NEW_PRIVS if identity.no_new_privs else 0),
+    ]
+    await asyncio.get_running_loop().sock_sendall(sock, encode(FrameType.CONFIGURE, 0, encode_fields(fields)))
+    frame = await _one_frame(sock)
+    if frame.type is FrameType.REFUSED:
+        raise CreateFailed(f"the machine can't become one: {frame.payload[8:].decode(errors='replace')[:500]}")
+    if frame.type is not FrameType.CONFIGURED:
+        raise CreateFailed(f"the machine said {frame.type.name} instead of CONFIGURED")
+    ns: int = _U64.unpack(frame.payload)[0]
+    return ns / 1e9
+
+
+async def _one_frame(sock: socket.socket) -> Frame:
+    decoder = StreamDecoder()
+    loop = asyncio.get_running_loop()
+    while True:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = await loop.sock_recv(sock, 4096)
+        if not data:
+            raise Unavailable("the virtual machine is gone")
+        try:
+            frames = decoder.feed(data)
+        except ProtocolError as error:
+            raise CreateFailed(f"the machine speaks nonsense: {error}") from None
+        if len(frames) > 1:
+            raise CreateFailed("the machine said more than it was asked")
+        if frames:
+            return frames[0]

@@ -1,0 +1,92 @@
+"""`ports.Instance` of a virtual machine: its channel, its VMM's cgroups, what its own kernel counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from dsec.backends.microvm.machine import Machine
+from dsec.channel import SocketChannel
+from dsec.kernel import paging
+from dsec.ports import InstanceEnd, PagedOut, Usage
+
+
+class MachineInstance:
+    """A running virtual machine."""
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        channel: SocketChannel,
+        machine: Machine,
+        *,
+        disk_limit_bytes: int,
+        make_swap: Callable[[], None],
+    ) -> None:
+        """`make_swap`: see to it that the host has somewhere to put memory; in a thread."""
+        self._sandbox_id = sandbox_id
+        self._channel = channel
+        self.machine = machine
+        self.phases_s: dict[str, float] = {}
+        """The steps of its making."""
+        self.frozen = False
+        self._disk_limit_bytes = disk_limit_bytes
+        self._make_swap = make_swap
+        self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._sandbox_id
+
+    @property
+    def channel(self) -> SocketChannel:
+        return self._channel
+
+    def ended(self) -> Awaitable[InstanceEnd]:
+        return asyncio.shield(self._end)
+
+    def usage(self) -> Usage:
+        """CPU and memory are the VMM's, as the host counts them; the rest is what the kernel inside says."""
+        inside = self._channel.status
+        return replace(
+            self.machine.slot.usage(),
+            oom_kills=inside.oom_kills,
+            pids_refused=inside.pids_refused,
+            disk_bytes=inside.disk_bytes,
+            disk_limit_bytes=inside.disk_limit_bytes or self._disk_limit_bytes,
+        )
+
+    def freeze(self, frozen: bool) -> None:
+        """As in `ports.PausableHost`: the VMM stands still. Its machine's clock goes on, as a container's does."""
+        self._channel.hold(time.monotonic_ns() if frozen else 0)
+        self.machine.slot.freeze(frozen)
+        self.frozen = frozen
+        if not frozen:
+            paging.may_swap(self.machine.slot, False)
+
+    async def page_out(self) -> PagedOut:
+        """As in `ports.PausableHost`. Memory that is still the template's stays: others share it."""
+        return await asyncio.to_thread(self._page_out)
+
+    def _page_out(self) -> PagedOut:
+        self._make_swap()
+        pids = paging.pids_in(self.machine.slot)
+        before = paging.resident_bytes(pids)
+        compressed = paging.compressed_bytes()
+        paging.may_swap(self.machine.slot, True)
+        text = paging.Text()
+        for pid in pids:
+            paging.page_out(pid, text, lambda: self.frozen)
+        return PagedOut(before, paging.resident_bytes(pids), max(0, paging.compressed_bytes() - compressed))
+
+    def note_end(self, end: InstanceEnd) -> None:
+        """It is gone by itself."""
+        if not self._end.done():
+            self._end.set_result(end)
+
+    def forget(self) -> None:
+        """It is destroyed, or left to the next edge: nobody here hears of its end any more."""
+        self._end.cancel()

@@ -1,0 +1,222 @@
+"""The server's side of the launcher: start it, connect, start VMMs, hear of their ends.
+
+Owns one SOCK_SEQPACKET connection. A request that gets no answer before the connection ends fails. The messages are
+`launcher.py`'s.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dsec.backends.microvm.launcher import MAX_FDS, MAX_MESSAGE, VERSION
+from dsec.errors import CreateFailed, Unavailable
+
+_PROGRAM = Path(__file__).with_name("launcher.py")
+_SYSTEMD = Path("/run/systemd/system").is_dir()
+_ANSWER_S = 30.0
+
+
+class Ended(Struct, frozen=True):
+    """How a VMM ended."""
+
+    status: int
+    """As wait(2) says."""
+    said: str
+    """Its last words."""
+
+
+class LauncherState(Struct, frozen=True):
+    """What a launcher says of itself."""
+
+    epoch: int
+    live: dict[str, int]
+    """The host's numbers of VMMs."""
+    ended: dict[str, Ended]
+    held: frozenset[str]
+
+
+async def start_launcher(path: Path, paths: Sequence[str], *, unit: str) -> None:
+    """Start a launcher that outlives this process; returns when it listens. `paths`: what its VMMs see of the host.
+    Where systemd runs the host it gets a scope of its own. Raises `Unavailable` with what it said."""
+    argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(path), *paths]
+    if _SYSTEMD:
+        argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+            cwd="/",
+        )
+    except OSError as error:
+        raise Unavailable(f"the launcher of virtual machines cannot be started: {error}") from error
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip()[-500:] or f"exit code {done.returncode}"
+        raise Unavailable(
+            f"the launcher of virtual machines did not start: {text}", remedy="`dsec doctor` lists what the host lacks."
+        )
+
+
+class LauncherClient:
+    """One connection to a launcher. A later one of anyone's ends it."""
+
+    def __init__(self, *, on_exit: Callable[[str, Ended], None], on_lost: Callable[[], None]) -> None:
+        """`on_exit(id, end)`; `on_lost()` when the connection ends without `close`."""
+        self._on_exit = on_exit
+        self._on_lost = on_lost
+        self._ops = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
+        self._socket: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def connect(self, path: Path) -> LauncherState:
+        """Say hello and learn what runs. Raises `Unavailable` where no launcher of our version serves there."""
+        self._loop = asyncio.get_running_loop()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(path))
+        except OSError as error:
+            sock.close()
+            raise Unavailable(f"no launcher of virtual machines serves: {error}") from None
+        self._socket = sock
+        self._loop.add_reader(sock.fileno(), self._readable)
+        found, _ = await self._ask("hello")
+        if found.get("version") != VERSION:
+            self.close()
+            raise Unavailable("the launcher of virtual machines is of another version")
+        return LauncherState(
+            found["epoch"],
+            found["live"],
+            {name: msgspec.convert(end, Ended) for name, end in found["ended"].items()},
+            frozenset(found["held"]),
+        )
+
+    async def spawn(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        groups: Sequence[int],
+        fds: Sequence[int],
+        uid: int,
+        file_bytes: int,
+        oom_score_adj: int,
+    ) -> int:
+        """Start a VMM: its pid. `groups`: cgroup.procs files. `file_bytes`: how large a file it may make. Raises
+        `CreateFailed`, `Unavailable`."""
+        if len(groups) + len(fds) > MAX_FDS:
+            raise CreateFailed(f"a machine of {len(fds)} files; {MAX_FDS - len(groups)} are the most")
+        answer, _ = await self._ask(
+            "spawn",
+            [*groups, *fds],
+            id=name,
+            argv=list(argv),
+            cgroups=len(groups),
+            uid=uid,
+            nofile=1024,
+            fsize=file_bytes,
+            oom_score_adj=oom_score_adj,
+        )
+        if "error" in answer:
+            raise CreateFailed(f"a virtual machine's monitor can't be started: {answer['error']}")
+        return int(answer["pid"])
+
+    async def forget(self, name: str) -> None:
+        """Its end is on record."""
+        await self._ask("forget", id=name)
+
+    async def hold(self, key: str, fds: Sequence[int]) -> None:
+        """Keep descriptors beyond this process."""
+        await self._ask("hold", fds, key=key)
+
+    async def take(self, key: str) -> list[int]:
+        """What is held, as descriptors of the caller's. Raises `Unavailable`."""
+        answer, fds = await self._ask("take", key=key)
+        if "error" in answer:
+            raise Unavailable(f"the launcher doesn't hold {key}")
+        return fds
+
+    async def drop(self, key: str) -> None:
+        """Hold it no more. Idempotent."""
+        await self._ask("drop", key=key)
+
+    async def shutdown(self) -> None:
+        """End it and all its VMMs."""
+        await self._ask("shutdown")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it; it goes on. Idempotent."""
+        sock, self._socket = self._socket, None
+        if sock is None or self._loop is None:
+            return
+        self._loop.remove_reader(sock.fileno())
+        sock.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable("the launcher of virtual machines is gone"))
+                waiting.exception()
+
+    async def _ask(self, do: str, fds: Sequence[int] = (), **fields: Any) -> tuple[dict[str, Any], list[int]]:
+        if self._socket is None or self._loop is None:
+            raise Unavailable("the launcher of virtual machines is gone")
+        number = next(self._ops)
+        waiting = self._waiting[number] = self._loop.create_future()
+        try:
+            data = msgspec.json.encode({"do": do, "op": number, **fields})
+            if fds:
+                socket.send_fds(self._socket, [data], list(fds))
+            else:
+                self._socket.send(data)
+            async with asyncio.timeout(_ANSWER_S):
+                answer: tuple[dict[str, Any], list[int]] = await waiting
+                return answer
+        except OSError as error:
+            raise Unavailable(f"the launcher of virtual machines can't be asked to {do}: {error}") from None
+        except TimeoutError:
+            raise Unavailable(f"the launcher of virtual machines doesn't answer {do}") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def _readable(self) -> None:
+        assert self._socket
+        fds = array.array("i")
+        data, ancillary = b"", list[tuple[int, int, bytes]]()
+        with contextlib.suppress(OSError):
+            data, ancillary, _, _ = self._socket.recvmsg(
+                MAX_MESSAGE, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+        if not data:
+            self.close()
+            self._on_lost()
+            return
+        message = msgspec.json.decode(data, type=dict[str, Any])
+        if "exited" in message:
+            self._on_exit(message["exited"], Ended(message["status"], message["said"]))
+            return
+        waiting = self._waiting.get(message["op"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result((message, list(fds)))
+        else:
+            for fd in fds:
+                os.close(fd)

@@ -1,0 +1,223 @@
+"""Virtual machines that run: a VMM each, in its cgroups, with its disk and its two sockets.
+
+Owns on the host, per machine NAME: a cgroup slot with the group `vm` in it, the disk NAME, `<run>/vm/NAME/{channel,
+control}` (sockets that the VMM listens on; only root can connect), and a VMM that the launcher started as NAME. What a
+dead server left half-made is removed by `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsec.backends.microvm.disks import Disks
+from dsec.backends.microvm.launching import Ended, LauncherClient
+from dsec.backends.microvm.vmm import LayerDisks, Start, VmmControl, VmmDriver
+from dsec.errors import CreateFailed, Unavailable
+from dsec.kernel.cgroup_pool import CgroupPool
+from dsec.kernel.cgroups import Shape as GroupShape
+from dsec.kernel.cgroups import Slot
+from dsec.store.layers import LayerStore
+
+UID_BASE = 1 << 30
+"""VMMs run as users of their own from here on, far from those of containers."""
+UIDS = 1 << 20
+OOM_SCORE_ADJ = 500
+THREADS = 256
+"""Of a VMM: virtual CPUs, and those that read and write disks."""
+_EXIT_WAIT_S = 10.0
+
+_READ = os.O_RDONLY | os.O_CLOEXEC
+
+
+class Machine:
+    """One that runs."""
+
+    def __init__(self, name: str, slot: Slot, control: VmmControl, directory: Path, pid: int) -> None:
+        self.name = name
+        self.slot = slot
+        self.control = control
+        self.directory = directory
+        self.pid = pid
+        """The host's number of its VMM."""
+
+    def connect(self) -> socket.socket:
+        """To its port; one at a time is served. Raises `Unavailable`."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            with _short(self.directory) as directory:
+                sock.connect(f"{directory}/channel")
+        except OSError as error:
+            sock.close()
+            raise Unavailable(f"the virtual machine's port can't be reached: {error}") from None
+        sock.setblocking(False)
+        return sock
+
+
+class Machines:
+    """All machines of a server."""
+
+    def __init__(self, run: Path, driver: VmmDriver, disks: Disks, pool: CgroupPool, layers: LayerStore) -> None:
+        self.root = run / "vm"
+        self.driver = driver
+        self.disks = disks
+        self.pool = pool
+        self._layers = layers
+        self.launcher: LauncherClient | None = None
+        self._exits: dict[str, asyncio.Future[Ended]] = {}
+        self._pids: dict[str, int] = {}
+
+    # --- what the launcher says ---
+
+    def expect(self, pids: Mapping[str, int]) -> None:
+        """These run, the launcher says."""
+        self._pids.update(pids)
+        for name in pids:
+            self._exits[name] = asyncio.get_running_loop().create_future()
+
+    def on_exit(self, name: str, end: Ended) -> None:
+        """As in `LauncherClient`."""
+        exited = self._exits.get(name)
+        if exited is not None and not exited.done():
+            exited.set_result(end)
+
+    def lose_all(self) -> None:
+        """The launcher died: every VMM did."""
+        for name in list(self._exits):
+            self.on_exit(name, Ended(signal.SIGKILL, "the launcher died"))
+
+    def exited(self, name: str) -> asyncio.Future[Ended]:
+        """Resolves when its VMM is gone; shared."""
+        return self._exits[name]
+
+    # --- making ---
+
+    def group_shape(self, memory_bytes: int, cpus: float) -> GroupShape:
+        """The limits of a VMM for such a machine. Twice its memory: where a page is written for the first time that the
+        template never touched, the kernel makes one of the template's too, on the account of who came first."""
+        return GroupShape(2 * memory_bytes + self.driver.overhead_bytes, cpus, THREADS)
+
+    async def start(
+        self,
+        name: str,
+        reservation: str,
+        shape: GroupShape,
+        *,
+        disk: Callable[[], int],
+        disk_bytes: int,
+        layers: Sequence[str],
+        make: Callable[[int, int, int, tuple[LayerDisks, ...]], Start],
+    ) -> Machine:
+        """Start a VMM; returns when it answers. `disk` makes its disk, in a thread; `make(channel, control, disk,
+        layers)` says which VMM, of descriptors.
+        What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
+        launcher = self.launcher
+        if launcher is None:
+            raise Unavailable("the launcher of virtual machines is being started again")
+        slot = self.pool.take(reservation, shape, name, 0)
+        directory = self.root / name
+        directory.mkdir(mode=0o700)
+        with contextlib.ExitStack() as stack:
+
+            def opened(path: Path | str, flags: int = _READ) -> int:
+                fd = os.open(path, flags)
+                stack.callback(os.close, fd)
+                return fd
+
+            own = await asyncio.to_thread(disk)
+            stack.callback(os.close, own)
+            channel, control = (stack.enter_context(_listen(directory, each)) for each in ("channel", "control"))
+            files = [self._layers.files(digest) for digest in layers]
+            disks = tuple(LayerDisks(opened(each.image), opened(each.data) if each.data else None) for each in files)
+            command = self.driver.command(make(channel.fileno(), control.fileno(), own, disks))
+            group = Path(slot.v2, "vm")  # a group that was ever killed kills what comes into it later (Linux to 6.18)
+            group.mkdir()  # noqa: ASYNC240 (microseconds)
+            groups = [opened(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for each in (group, *slot.v1)]
+            self._exits[name] = asyncio.get_running_loop().create_future()
+            try:
+                pid = await launcher.spawn(
+                    name,
+                    command.argv,
+                    groups=groups,
+                    fds=command.fds,
+                    uid=UID_BASE + zlib.crc32(name.encode()) % UIDS,
+                    file_bytes=disk_bytes,
+                    oom_score_adj=OOM_SCORE_ADJ,
+                )
+            except CreateFailed:
+                del self._exits[name]
+                raise
+        return Machine(name, slot, await self._control(name), directory, pid)
+
+    async def _control(self, name: str) -> VmmControl:
+        """Raises `CreateFailed` with its last words where the VMM ends instead of answering."""
+        exited = self._exits[name]
+        with _short(self.root / name) as directory:
+            connecting = asyncio.ensure_future(self.driver.control(Path(directory, "control")))
+            await asyncio.wait((connecting, exited), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done() or (exited.done() and connecting.exception()):
+                connecting.cancel()
+                await asyncio.gather(connecting, return_exceptions=True)
+                raise CreateFailed(f"the virtual machine's monitor ended: {exited.result().said.strip()[-1000:]}")
+            return await connecting
+
+    async def adopt(self, name: str, slot: Slot) -> Machine:
+        """One that an earlier server started. Raises `Unavailable`, `CreateFailed`."""
+        return Machine(name, slot, await self._control(name), self.root / name, self._pids[name])
+
+    # --- ending ---
+
+    async def end(self, name: str, reservation: str, machine: Machine | None = None) -> None:
+        """End it, and remove every trace. Idempotent; works on half-made ones."""
+        if machine is not None:
+            machine.control.close()
+        slot = self.pool.find(reservation, name) if reservation else None
+        if slot is not None:
+            slot.kill()
+            slot.thaw()
+        exited = self._exits.get(name)
+        if exited is not None and not exited.done():
+            await asyncio.wait((exited,), timeout=_EXIT_WAIT_S)
+        self._exits.pop(name, None)
+        self._pids.pop(name, None)
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        self.disks.remove(name)
+        if slot is not None:
+            self.pool.give_back(slot)
+        elif reservation:
+            self.pool.cancel(reservation)
+        if self.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self.launcher.forget(name)
+
+    def names(self) -> set[str]:
+        """Of machines that left anything behind."""
+        left = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
+        return left | self.disks.list()
+
+
+@contextmanager
+def _short(directory: Path) -> Iterator[str]:
+    """A short name for it: a unix socket's may have 107 bytes."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _listen(directory: Path, name: str) -> Iterator[socket.socket]:
+    """A unix socket that listens, for the VMM to be handed; connections wait until it accepts them."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as found, _short(directory) as short:
+        found.bind(f"{short}/{name}")
+        found.listen(1)
+        yield found

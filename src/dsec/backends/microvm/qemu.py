@@ -1,0 +1,251 @@
+"""QEMU as a VMM: its command line, and its control socket.
+
+Machines: `pc`; `microvm` is lighter, and was not yet brought to boot in an imitated CPU. No network card, no display,
+no firmware menus; one serial line, whose last lines are kept in memory for when a kernel panics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from dsec.backends.microvm.qmp import Qmp, QmpError
+from dsec.backends.microvm.vmm import Command, Start, VmmEnd
+from dsec.errors import Unavailable, Unsupported
+
+MIB = 1 << 20
+PROGRAM = "qemu-system-x86_64"
+CODE_CACHE_MIB = 64
+"""Of translated code (TCG); less, and it thrashes."""
+_CAPABILITIES = [{"capability": "x-ignore-shared", "state": True}]
+"""Of saving: the memory's file has its content."""
+_STATE_FD = 3
+_POLL_S = 0.002
+_SAVE_S = 60.0
+_KERNEL = (
+    "console=ttyS0 quiet loglevel=3 panic=-1 reboot=t rdinit=/init random.trust_cpu=on nowatchdog cgroup_no_v1=all "
+    "no_timer_check tsc=reliable 8250.nr_uarts=1"
+)
+_BOARDS = {
+    "pc": "pc,usb=off,hpet=off,vmport=off,smbus=off,graphics=off",
+    "microvm": "microvm,acpi=on,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off",
+}
+_PC_SLOTS = range(4, 31)
+_MICROVM_TRANSPORTS = 24
+
+
+class QemuDriver:
+    """QEMU for one host. Find it by `find`."""
+
+    name: ClassVar[str] = "qemu"
+
+    def __init__(self, program: Path, accel: Literal["kvm", "tcg"]) -> None:
+        self._program = program
+        self._accel = accel
+
+    @classmethod
+    def find(cls, accel: Literal["kvm", "tcg"]) -> QemuDriver:
+        """Raises `Unsupported` where it isn't installed."""
+        program = shutil.which(PROGRAM)
+        if program is None:
+            raise Unsupported(f"{PROGRAM} is missing", remedy="apt-get install --no-install-recommends qemu-system-x86")
+        return cls(Path(program).resolve(), accel)
+
+    @property
+    def accel(self) -> str:
+        return self._accel
+
+    @cached_property
+    def version(self) -> str:
+        """Its first line about itself."""
+        done = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=False)
+        return done.stdout.splitlines()[0] if done.stdout else "unknown"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """As in `VmmDriver`."""
+        stat = self._program.stat()
+        cpu = ""
+        if self._accel == "kvm":  # the host's CPU is the guest's
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            cpu = "".join(line for line in lines if line.startswith(("model name", "flags", "stepping")))[:8000]
+        parts = (self.version, str(stat.st_size), str(stat.st_mtime_ns), self._accel, cpu, _KERNEL)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        found = [str(self._program)]
+        for path in ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/share/qemu", "/usr/share/seabios"):
+            if Path(path).is_dir() and not Path(path).is_symlink():
+                found.append(path)
+        return tuple(found)
+
+    @property
+    def overhead_bytes(self) -> int:
+        return 192 * MIB
+
+    def most_layers(self, machine: str) -> int:
+        """Two disks each, and the machine's own. On `pc` eight of them share a slot."""
+        return (len(_PC_SLOTS) * 8 - 1) // 2 if machine == "pc" else (_MICROVM_TRANSPORTS - 2) // 2
+
+    def command(self, start: Start) -> Command:
+        """As in `VmmDriver`."""
+        line = _Line(str(self._program))
+        shape = start.shape
+        pc = start.machine == "pc"
+        line.add("-machine", f"{_BOARDS[start.machine]},memory-backend=memory")
+        line.add("-accel", "kvm" if self._accel == "kvm" else f"tcg,tb-size={CODE_CACHE_MIB}")
+        line.add("-cpu", "host" if self._accel == "kvm" else "max,la57=off")
+        line.add("-m", f"{shape.memory_bytes // MIB}M", "-smp", str(shape.vcpus))
+        line.add("-nodefaults", "-no-user-config", "-display", "none")
+        line.add("-action", "reboot=shutdown,shutdown=pause,panic=pause")
+        line.add("-chardev", "ringbuf,id=console,size=16384", "-serial", "chardev:console")
+        share = "on" if start.kernel is not None else "off"
+        if start.state is not None:
+            line.take(start.state)  # _STATE_FD
+            line.add("-S", "-incoming", "defer")
+        memory = line.take(start.memory)
+        line.add(
+            "-object",
+            f"memory-backend-file,id=memory,size={shape.memory_bytes},mem-path=/proc/self/fd/{memory},"
+            f"share={share},merge=off,dump=off",
+        )
+        control, channel = line.take(start.control), line.take(start.channel)
+        line.add("-chardev", f"socket,id=control,fd={control},server=on,wait=off")
+        line.add("-mon", "chardev=control,mode=control")
+        line.add("-chardev", f"socket,id=channel,fd={channel},server=on,wait=off")
+        line.add("-device", "virtio-serial-pci,addr=3,max_ports=2" if pc else "virtio-serial-device,max_ports=2")
+        line.add("-device", "virtserialport,chardev=channel,name=dsec,nr=1")
+        self._add_disks(line, start)
+        if start.kernel is not None:
+            line.add("-kernel", f"/proc/self/fd/{line.take(start.kernel)}", "-append", _KERNEL)
+            if start.initramfs is not None:
+                line.add("-initrd", f"/proc/self/fd/{line.take(start.initramfs)}")
+        return Command(tuple(line.argv), tuple(line.fds))
+
+    def _add_disks(self, line: _Line, start: Start) -> None:
+        disks: list[tuple[str, int, bool]] = [("disk", start.disk, False)]
+        for number, layer in enumerate(start.layers):
+            disks.append((f"m{number}", layer.image, True))
+            if layer.data is not None:
+                disks.append((f"d{number}", layer.data, True))
+        for number, (serial, fd, read_only) in enumerate(disks):
+            mode = "on" if read_only else "off"
+            line.add("-add-fd", f"fd={line.take(fd)},set={number}")
+            shared = "discard=unmap,cache.no-flush=on"  # no sandbox outlives this host's crash: its fsync is free
+            file = f"driver=file,filename=/dev/fdset/{number},node-name=f-{serial},locking=off,read-only={mode}"
+            line.add("-blockdev", f"{file},auto-read-only=off,{shared}")
+            line.add("-blockdev", f"driver=raw,file=f-{serial},node-name={serial},read-only={mode},{shared}")
+            if start.machine == "pc":
+                slot = f"virtio-blk-pci,addr={_PC_SLOTS[number // 8]:#x}.{number % 8},multifunction=on"
+            else:
+                slot = "virtio-blk-device"
+            line.add("-device", f"{slot},drive={serial},serial={serial}")
+
+    async def control(self, path: Path) -> QemuControl:
+        """As in `VmmDriver`."""
+        return await QemuControl.open(path)
+
+
+class _Line:
+    """A command line in the making, and which descriptor becomes which number."""
+
+    def __init__(self, program: str) -> None:
+        self.argv = [program]
+        self.fds: list[int] = []
+
+    def add(self, *words: str) -> None:
+        self.argv += words
+
+    def take(self, fd: int) -> int:
+        self.fds.append(fd)
+        return 2 + len(self.fds)
+
+
+class QemuControl:
+    """`VmmControl` by QMP."""
+
+    def __init__(self) -> None:
+        self._qmp: Qmp | None = None
+        self._end: asyncio.Future[VmmEnd] = asyncio.get_running_loop().create_future()
+        self._ending: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, path: Path) -> QemuControl:
+        """Connect; a machine that has ended meanwhile is noticed. Raises `Unavailable`."""
+        found = cls()
+        found._qmp = await Qmp.open(path, found._on_event)
+        status = await found._call("query-status")
+        if isinstance(status, dict) and status.get("status") in ("shutdown", "guest-panicked"):
+            found._note_end(str(status["status"]))
+        return found
+
+    async def resume(self) -> None:
+        await self._call("cont")
+
+    async def restored(self) -> None:
+        """As in `VmmControl`."""
+        await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
+        await self._call("migrate-incoming", uri=f"fd:{_STATE_FD}")
+        async with asyncio.timeout(_SAVE_S):
+            await self._poll("query-status", lambda status: status != "inmigrate")
+
+    async def save(self, state: int) -> None:
+        """As in `VmmControl`."""
+        await self._call("stop")
+        await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
+        await self._call("getfd", fd=state, fdname="state")
+        await self._call("migrate", uri="fd:state")
+        async with asyncio.timeout(_SAVE_S):
+            status = await self._poll("query-migrate", lambda status: status in ("completed", "failed", "cancelled"))
+        if status != "completed":
+            raise Unavailable(f"the machine's state can't be saved: {status}")
+
+    async def _poll(self, command: str, done: Callable[[str], bool]) -> str:
+        """Ask until the status is such."""
+        while True:
+            status = str((await self._call(command)).get("status"))
+            if done(status):
+                return status
+            await asyncio.sleep(_POLL_S)
+
+    def ended(self) -> Awaitable[VmmEnd]:
+        return asyncio.shield(self._end)
+
+    def close(self) -> None:
+        if self._qmp is not None:
+            self._qmp.close()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._end.cancel()
+
+    async def _call(self, command: str, *, fd: int | None = None, **arguments: Any) -> Any:
+        assert self._qmp is not None
+        try:
+            return await self._qmp.call(command, fd=fd, **arguments)
+        except QmpError as error:
+            raise Unavailable(f"the VMM refused {command}: {error}") from None
+
+    def _on_event(self, event: str, data: dict[str, Any]) -> None:
+        if event == "SHUTDOWN":
+            self._note_end(str(data.get("reason", "shutdown"))[:100])
+        elif event == "GUEST_PANICKED":
+            self._note_end("guest-panicked")
+
+    def _note_end(self, reason: str) -> None:
+        if self._ending is None and not self._end.done():
+            self._ending = asyncio.get_running_loop().create_task(self._look(reason), name="console of a machine")
+
+    async def _look(self, reason: str) -> None:
+        console = ""
+        with contextlib.suppress(Unavailable):
+            console = str(await self._call("ringbuf-read", device="console", size=16384))[-4000:]
+        if not self._end.done():
+            self._end.set_result(VmmEnd(reason, console))

@@ -1,0 +1,140 @@
+"""Spare clones: restored, waiting, nobody yet. Who asks for a machine like one of them gets it within milliseconds.
+
+Only what was asked for lately has spares, a few each and SPARES_MOST in all; what isn't asked for any more goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+
+from dsec.backends.microvm.machine import Machine, Machines
+from dsec.backends.microvm.vmm import Shape
+from dsec.errors import DsecError
+
+log = logging.getLogger(__name__)
+
+SPARES_MOST = 16
+IDLE_S = 600.0
+"""A kind that was not asked for this long keeps no spares."""
+
+
+class Wanted(Struct, frozen=True):
+    """A kind of machine."""
+
+    shape: Shape
+    cpus: float
+
+
+class Spare(Struct, frozen=True):
+    """One that waits."""
+
+    machine: Machine
+    reservation: str
+
+
+Clone = Callable[[str, str, Shape, float], Awaitable[Machine]]
+
+
+class Spares:
+    """All spare clones of a node."""
+
+    def __init__(self, machines: Machines, clone: Clone, *, each: int) -> None:
+        """`each`: how many of a kind."""
+        self._machines = machines
+        self._clone = clone
+        self._each = each
+        self._ready: dict[Wanted, list[Spare]] = {}
+        self._claimed: dict[str, Machine] = {}
+        self._idle: dict[Wanted, asyncio.TimerHandle] = {}
+        self._filling: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def count(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._ready.values()))
+
+    def claim(self, wanted: Wanted) -> Spare | None:
+        """One of this kind, for `take` by its name. No I/O."""
+        ready = self._ready.get(wanted)
+        if not ready:
+            return None
+        spare = ready.pop()
+        self._claimed[spare.machine.name] = spare.machine
+        return spare
+
+    def take(self, name: str) -> Machine | None:
+        """One that was claimed; the caller's from now on."""
+        return self._claimed.pop(name, None)
+
+    def refill(self, wanted: Wanted) -> None:
+        """This kind is asked for: have some ready soon."""
+        if not self._each:
+            return
+        loop = asyncio.get_running_loop()
+        if wanted in self._idle:
+            self._idle.pop(wanted).cancel()
+        self._idle[wanted] = loop.call_later(IDLE_S, self._drop, wanted)
+        self._ready.setdefault(wanted, [])
+        if self._filling is None or self._filling.done():
+            self._filling = loop.create_task(self._fill(), name="spare machines")
+
+    def drop_all(self) -> None:
+        """They are gone, or shall go: nobody gets one."""
+        for wanted in list(self._ready):
+            self._drop(wanted)
+
+    async def close(self, *, keep: bool) -> None:
+        """`keep`: the next server ends what is left."""
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        if keep:
+            for ready in self._ready.values():
+                for spare in ready:
+                    spare.machine.control.close()
+            self._ready.clear()
+        self.drop_all()
+        for timer in self._idle.values():
+            timer.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def _short(self) -> Wanted | None:
+        if self.count >= SPARES_MOST:
+            return None
+        return next((wanted for wanted, ready in reversed(self._ready.items()) if len(ready) < self._each), None)
+
+    async def _fill(self) -> None:
+        while wanted := self._short():
+            name = f"v{secrets.token_hex(8)}"
+            groups = self._machines.group_shape(wanted.shape.memory_bytes, wanted.cpus)
+            reservation = self._machines.pool.reserve(groups)
+            try:
+                machine = await self._clone(name, reservation, wanted.shape, wanted.cpus)
+            except (DsecError, OSError) as error:
+                log.warning("no spare machine can be made: %s", error)
+                await self._machines.end(name, reservation)
+                return
+            except asyncio.CancelledError:
+                await asyncio.shield(self._machines.end(name, reservation))
+                raise
+            ready = self._ready.get(wanted)
+            if ready is None:
+                await self._machines.end(name, reservation, machine)
+            else:
+                ready.append(Spare(machine, reservation))
+
+    def _drop(self, wanted: Wanted) -> None:
+        if wanted in self._idle:
+            self._idle.pop(wanted).cancel()
+        for spare in self._ready.pop(wanted, ()):
+            ending = asyncio.get_running_loop().create_task(
+                self._machines.end(spare.machine.name, spare.reservation, spare.machine), name="end of a spare machine"
+            )
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)

@@ -1,0 +1,170 @@
+"""MicroVMs on a real server, through the SDK: a kernel of their own, an identity of their own, ends with their causes,
+a server that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.errors import CreateFailed, InvalidRequest, Unsupported
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from server_kit import PATIENCE_S, Server, serving
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+]
+
+SMALL = SandboxSpec(
+    environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128, cpus=1
+)
+IDENTITY = "cat /proc/sys/kernel/random/boot_id; hostname; head -c 16 /dev/urandom | od -An -tx1"
+
+
+@pytest.fixture(scope="module")
+def server(debian_module_state: Path, vm_templates: Path) -> Iterator[Server]:
+    (debian_module_state / "vm").mkdir()
+    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
+    vm_templates.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_VM_ACCEL", "tcg")
+        patch.setenv("DSEC_VM_SPARE", "1")
+        with serving(debian_module_state) as server:
+            asyncio.run(prime(server))
+            yield server
+
+
+async def prime(server: Server) -> None:
+    """Have the template booted: on a busy machine that takes longer than a creation may, and goes on behind it."""
+    async with server.client() as client, asyncio.timeout(4 * PATIENCE_S):
+        while True:
+            try:
+                await (await client.create(SMALL)).kill()
+                return
+            except CreateFailed:
+                continue
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with server.client() as client:
+        yield client
+        await client.kill_many(await client.list())
+
+
+async def said(box: AsyncSandbox, script: str) -> str:
+    """What a script printed."""
+    return (await box.commands.run(["sh", "-c", script])).check().stdout.strip()
+
+
+def monitors(server: Server) -> list[int]:
+    """The VMMs of a server's machines, spare ones too."""
+    return [pid for pid in server.guests() if b"qemu" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+async def test_a_kernel_of_its_own_and_the_rest_as_usual(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    info = await box.refresh()
+    assert info.accel == "tcg"
+    assert await said(box, "uname -r") != os.uname().release
+    assert await said(box, "id -u; echo $PPID; cat /proc/1/comm") == "0\n1\ninit"
+    await box.files.write("/work/deep/file", b"content" * 1000, parents=True)
+    assert await box.files.read("/work/deep/file") == "content" * 1000
+    assert int(await said(box, "grep -c processor /proc/cpuinfo")) == 1
+    assert 200 < int(await said(box, "sed -n 's/MemTotal: *//p' /proc/meminfo | cut -d' ' -f1")) >> 10 < 256
+    failed = await box.commands.run(["sh", "-c", "exit 7"])
+    assert (failed.exit_code, failed.cause) == (7, Cause.EXITED)
+    assert abs(float(await said(box, "date +%s.%N")) - time.time()) < 30
+
+
+async def test_two_clones_are_two(client: AsyncClient) -> None:
+    boxes = await asyncio.gather(client.create(SMALL), client.create(SMALL))
+    identities = await asyncio.gather(*(said(box, IDENTITY) for box in boxes))
+    first, second = (identity.splitlines() for identity in identities)
+    assert len(first) == len(second) == 3
+    assert not set(first) & set(second)
+    await boxes[0].files.write("/only-here", b"")
+    assert await said(boxes[1], "ls /only-here 2>/dev/null || echo missing") == "missing"
+
+
+async def test_limits_are_the_kernels_inside(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    hungry = await box.commands.run(["python3", "-c", "x = bytearray(1 << 30)"])
+    assert hungry.cause in (Cause.MEMORY_LIMIT, Cause.EXITED)  # it may be refused before it is used
+    hungry = await box.commands.run(["python3", "-c", "x = []\nwhile True: x.append(bytearray(b'x') * (8 << 20))"])
+    assert hungry.cause is Cause.MEMORY_LIMIT or b"MemoryError" in hungry.stderr_bytes
+    full = await box.commands.run(["sh", "-c", "head -c 700M /dev/zero > /big"])
+    assert full.cause is Cause.DISK_LIMIT
+    assert await said(box, "rm /big; echo still here") == "still here"
+
+
+async def test_a_server_that_dies_and_one_that_comes(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    running = await box.commands.start(["sh", "-c", "echo begun; sleep 3; echo done"], key="k")
+    async for chunk in running:
+        assert "begun" in str(chunk)
+        break
+    server.kill()
+    server.start()
+    async with server.client() as again:
+        same = await again.connect(box.id)
+        command = await same.commands.attach("k")
+        result = await command.wait()
+        assert result.stdout == "begun\ndone\n"
+        assert await said(same, "cat /proc/1/comm") == "init"
+
+
+async def test_ends_have_causes(server: Server, client: AsyncClient) -> None:
+    panicked = await client.create(SMALL)
+    await panicked.commands.start(["sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger"])
+    info = await gone(panicked)
+    assert info.cause is Cause.GUEST_EXITED
+    killed = await client.create(SMALL)
+    for pid in monitors(server):
+        os.kill(pid, signal.SIGKILL)
+    info = await gone(killed)
+    assert (info.cause, info.infra) == (Cause.PLATFORM_KILLED, True)
+
+
+async def gone(box: AsyncSandbox) -> SandboxInfo:
+    """Its info, once it has ended."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            info = await box.refresh()
+            if info.state is State.ENDED:
+                return info
+            await asyncio.sleep(0.05)
+
+
+async def test_it_can_stand_still(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    await box.files.write("/kept", b"kept")
+    await box.pause()
+    assert (await box.refresh()).state is State.PAUSED
+    assert await said(box, "cat /kept") == "kept"
+
+
+async def test_what_is_not_there_yet_is_refused(client: AsyncClient) -> None:
+    for field, value in (
+        ("network", {"pypi": True}),
+        ("tripwires", ["default"]),
+        ("gpus", 1),
+        ("cpu_class", "batch"),
+        ("require_kvm", True),
+    ):
+        with pytest.raises(Unsupported):
+            await client.create("debian", backend="microvm", **{field: value})
+    with pytest.raises(InvalidRequest):
+        await client.create("debian", backend="microvm", memory_bytes=32 << 20)
+    box = await client.create(SMALL)
+    with pytest.raises(Unsupported):
+        await box.pack_diff("never@1")

@@ -1,0 +1,149 @@
+"""What a machine's monitor could do if what runs in the machine took it over."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dsec.app import open_host, open_machines
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.backends.microvm.launcher import filter_program
+from dsec.configuration import Config
+from dsec.edge.config import SystemClock
+from dsec.spec.sandbox import SandboxSpec
+from dsec.store.views import remove_dev
+from dsec.testing.conformance.kit import ok, shell
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+]
+
+SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
+NAMESPACES = ("pid", "mnt", "net", "ipc", "uts", "cgroup")
+
+
+@pytest.fixture
+async def backend(debian_state: Path, vm_templates: Path, tmp_path: Path) -> AsyncIterator[MicroVmBackend]:
+    config = Config(state=debian_state, run=tmp_path / f"run-{os.getpid()}", vm_accel="tcg", vm_spare=0)
+    host = open_host(config)
+    try:
+        node = open_machines(config, host, vm_templates)
+        assert node is not None
+        found = MicroVmBackend(node, SystemClock())
+        await found.open({})
+        try:
+            yield found
+        finally:
+            await found.close(keep=False)
+    finally:
+        host.volume.close(keep=False)
+        host.layers.unmount_all()
+        host.views.remove()
+        remove_dev(host.run)
+
+
+async def test_a_monitor_has_nothing_but_its_descriptors(backend: MicroVmBackend) -> None:
+    handles = {name: backend.reserve(name, SPEC) for name in ("one", "two")}
+    one, two = [await backend.create(name, SPEC, handle) for name, handle in handles.items()]
+    pids = [each.machine.pid for each in (one, two)]
+    status = [dict(_fields(pid)) for pid in pids]
+    users = {each["Uid"] for each in status}
+    assert len(users) == 2
+    assert all(int(user.split()[0]) >= 1 << 30 for user in users)
+    for pid, each in zip(pids, status, strict=True):
+        assert each["Groups"] == ""
+        assert each["NoNewPrivs"] == "1"
+        assert (each["Seccomp"], each["Seccomp_filters"]) == ("2", "1")
+        assert {int(each[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
+        ours, theirs = (_namespaces(who) for who in ("self", pid))
+        assert not set(ours.values()) & set(theirs.values())
+        check_root(Path(f"/proc/{pid}/root"))
+    assert not set(_namespaces(pids[0]).values()) & set(_namespaces(pids[1]).values())
+    for name, handle in handles.items():
+        await backend.destroy(name, handle)
+
+
+def check_root(root: Path) -> None:
+    """What a monitor sees of files and processes."""
+    assert {path.name for path in root.iterdir()} <= {"usr", "lib", "lib64", "bin", "dev", "proc"}
+    assert {path.name for path in (root / "dev").iterdir()} <= {"null", "zero", "urandom", "kvm"}
+    assert not (root / "usr/bin/sh").exists()
+    with pytest.raises(OSError, match="Read-only"):
+        (root / "left").write_text("")
+    assert (root / "proc/1/comm").read_text().startswith("qemu")
+    assert {int(path.name) for path in (root / "proc").iterdir() if path.name.isdigit()} == {1}
+
+
+async def test_a_templates_memory_can_not_be_changed(backend: MicroVmBackend) -> None:
+    handle = backend.reserve("one", SPEC)
+    one = await backend.create("one", SPEC, handle)
+    (template,) = backend.node.templates._open.values()
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    for fd in (template.memory, template.state):
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == seals
+    with pytest.raises(PermissionError):
+        os.pwrite(template.memory, b"x", 0)
+    before = os.pread(template.memory, 1 << 20, 16 << 20)
+    ok(await shell(one.channel, "head -c 20M /dev/zero | tr '\\0' x > /dev/shm/filled"))
+    assert os.pread(template.memory, 1 << 20, 16 << 20) == before
+    shutil.rmtree(backend.node._templates_root / template.key)  # clones that live don't care
+    ok(await shell(one.channel, "cat /usr/bin/python3* > /dev/null"))
+    await backend.destroy("one", handle)
+
+
+async def test_two_machines_do_not_meet_in_memory_that_they_share(backend: MicroVmBackend) -> None:
+    handles = {name: backend.reserve(name, SPEC) for name in ("one", "two")}
+    one, two = [await backend.create(name, SPEC, handle) for name, handle in handles.items()]
+    ok(await shell(one.channel, "echo mine > /dev/shm/a; echo changed > /etc/motd; sync"))
+    assert ok(await shell(two.channel, "ls /dev/shm; cat /etc/motd 2>/dev/null || true")).strip() != b"changed"
+    seeds = await asyncio.gather(*(shell(each.channel, "head -c 32 /dev/urandom | od -tx1") for each in (one, two)))
+    assert ok(seeds[0]) != ok(seeds[1])
+    for name, handle in handles.items():
+        await backend.destroy(name, handle)
+
+
+def test_the_filter_refuses_what_it_does_not_name() -> None:
+    """Run by an interpreter of our own: what the kernel does with the program is `Seccomp: 2` above."""
+    refused = {"ptrace": 101, "bpf": 321, "io_uring_setup": 425, "init_module": 175, "keyctl": 250, "connect": 42}
+    for number in refused.values():
+        assert _verdict(number) >> 16 == 0x0005
+    for number in (0, 1, 202, 16):
+        assert _verdict(number) == 0x7FFF0000
+    assert _verdict(56, 0x10000000) >> 16 == 0x0005  # a user namespace
+    assert _verdict(56, 0x3D0F00) == 0x7FFF0000  # a thread
+    assert _verdict(157, 22) >> 16 == 0x0005  # another filter
+    assert _verdict(0, arch=0x40000003) == 0x80000000
+
+
+def _verdict(number: int, argument: int = 0, *, arch: int = 0xC000003E) -> int:
+    values = {0: number, 4: arch, 16: argument, 32: 0}
+    at, accumulator = 0, 0
+    program = filter_program()
+    while True:
+        code, yes, no, operand = program[at]
+        at += 1
+        match code:
+            case 0x20:
+                accumulator = values[operand]
+            case 0x15:
+                at += yes if accumulator == operand else no
+            case 0x45:
+                at += yes if accumulator & operand else no
+            case 0x06:
+                return operand
+
+
+def _fields(pid: int) -> list[tuple[str, str]]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+
+
+def _namespaces(who: int | str) -> dict[str, str]:
+    return {name: os.readlink(f"/proc/{who}/ns/{name}") for name in NAMESPACES}  # noqa: PTH115
