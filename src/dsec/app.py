@@ -12,7 +12,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -240,7 +240,7 @@ async def open_edge(
             ),
             key_policy=network.keys,
         )
-        jails = Jails(ContainerJails(backend, state.tenant), partial(_surroundings, host), clock)
+        jails = Jails(ContainerJails(backend, state.tenant), host.environments.around, clock)
         on_jails(jails)
         try:
             yield edge
@@ -253,11 +253,6 @@ async def open_edge(
                 for line in Ledger(config.state / "host.json").undo_kind("zram"):
                     log.info("host: %s", line)
                 _remove_empty(config.run)
-
-
-def _surroundings(host: Host, name: str, project: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    environment = host.environments.get(name, project)
-    return environment.layers, environment.env
 
 
 @asynccontextmanager
@@ -378,7 +373,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
             functions=FunctionService(jails[0]),
             judge=Judge(
                 FirstOf(CellRunner(jails[0]), ContainerRunner(edge)),
-                lambda name, project: layers.environments.get(name, project).layers,
+                layers.environments.around,
             ),
             fusion=fusion,
         )

@@ -73,6 +73,17 @@ def test_programs_are_compiled_once(client: Client) -> None:
     assert judged("int main(void) { return 0; }")[:2] == (Word.WRONG_ANSWER, 0)
 
 
+def test_nobody_chooses_what_another_gets_compiled(client: Client) -> None:
+    """Programs are shared by content, across projects: an environment of the same layers whose variables make its
+    compiler fail leaves no verdict on others."""
+    client.catalog.create_environment(
+        "cc-bent", ["cc@1", "env:debian"], env={"TMPDIR": "/proc", "CPATH": "/tmp/main.c"}
+    )
+    source = f"// another's\n{ADD}"
+    for environment, word in (("cc-bent", Word.COMPILE_ERROR), ("cc", Word.ACCEPTED), ("cc-bent", Word.COMPILE_ERROR)):
+        assert client.judge(source, SUM, language="c", environment=environment).verdict is word
+
+
 def test_what_many_ask_for_at_once_is_compiled_once(client: Client) -> None:
     spec = JudgeSpec(environment="cc", language=Language.CPP, source=f"// at once\n{ADD}", cases=[Case(expected="x")])
     found = [each.unwrap() for each in client.judge_many([spec] * 6, at_once=6)]

@@ -37,7 +37,7 @@ async def judging(state: Path) -> AsyncIterator[tuple[Judge, Edge]]:
     hosts: list[Host] = []
     async with open_edge(read_config(state), keep=False, on_host=hosts.append) as edge:
         runner = FirstOf(Full(), ContainerRunner(edge))
-        yield Judge(runner, lambda name, project: hosts[0].environments.get(name, project).layers), edge
+        yield Judge(runner, hosts[0].environments.around), edge
 
 
 async def judged(judge: Judge, source: str, **fields: Any) -> tuple[JudgeVerdict, list[CaseVerdict]]:

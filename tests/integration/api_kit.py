@@ -150,7 +150,7 @@ def make_api(root: Path, edge: Any) -> Api:
         functions=FunctionService(
             Jails(NoJails(), lambda name, project: (environments.get(name, project).layers, {}), SystemClock())
         ),
-        judge=Judge(ContainerRunner(edge), lambda name, project: layers.environments.get(name, project).layers),
+        judge=Judge(ContainerRunner(edge), layers.environments.around),
     )
 
 

@@ -82,15 +82,20 @@ def test_who_may_come_without_a_key() -> None:
     local = FusionConfig(keyless_project="train")
     wide = FusionConfig(keyless_project="train", keyless_from=("10.1.0.0/16", "fd00::/8"))
     wide.check()
-    assert none.keyless("127.0.0.1") is None
+    here = {"host": "localhost:8080", "forwarded": False}
+    assert none.keyless("127.0.0.1", **here) is None
     for address, project in (("127.0.0.1", "train"), ("::1", "train"), ("::ffff:127.0.0.1", "train")):
-        assert local.keyless(address) == project
+        assert local.keyless(address, **here) == project
+        for host in ("127.0.0.1:8080", "[::1]:8080", "10.1.2.3", "box.localhost", "LOCALHOST"):
+            assert local.keyless(address, host, forwarded=False) == project
+        assert local.keyless(address, "localhost", forwarded=True) is None  # a proxy here asks for anybody
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8080", "", "["):
+            assert local.keyless(address, host, forwarded=False) is None  # a page whose name leads here
     for address in ("10.1.2.3", "192.0.2.1", "fe80::1%eth0", "", "localhost"):
-        assert local.keyless(address) is None
-    assert wide.keyless("10.1.2.3") == "train"
-    assert wide.keyless("::ffff:10.1.2.3") == "train"
-    assert wide.keyless("fd00::7") == "train"
-    assert wide.keyless("127.0.0.1") is None
+        assert local.keyless(address, **here) is None
+    for address in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::7"):
+        assert wide.keyless(address, "box", forwarded=False) == "train"
+    assert wide.keyless("127.0.0.1", **here) is None
     with pytest.raises(ValueError, match="anywhere"):
         FusionConfig(keyless_from=("anywhere",)).check()
 

@@ -3,10 +3,14 @@ reached from a worker, and what a hostile library can do in the warm parent is n
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
 import tarfile
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -432,3 +436,52 @@ def test_a_library_that_forges_messages_gains_nothing(client: Client) -> None:
 def test_memory_that_calls_would_share_is_refused(client: Client) -> None:
     with pytest.raises(Unsupported, match="share"):
         client.function("math:sqrt", environment="hostile", imports=["sharer"]).remote(1.0)
+
+
+# --- the server that answers ---
+
+
+def asked(server: Server, source: str, calls: int = 1, name: str = "attack") -> Iterator[dict[str, Any]]:
+    """Results as JSON, each when it is asked for."""
+    endpoint = server.endpoint()
+    function = {"environment": "debian", "source": source, "name": name}
+    body = json.dumps({"function": function, "calls": [{}] * calls, "ordered": True}).encode()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{endpoint.url}/v1/functions", body, headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            yield json.loads(line)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["b'\\xc7\\x01\\x05x'", "b'\\xde\\x00\\x50' + b''.join(b'\\x92\\x01%c\\x01' % n for n in range(80))"],
+    ids=["an extension", "keys that may collide"],
+)
+def test_a_value_that_json_can_not_say_is_its_calls_own_matter(server: Server, client: Client, value: str) -> None:
+    """Neither is building it the server's trouble, nor does it end the calls beside it."""
+    source = f"""
+import os, struct
+def attack():
+    answer = b"\\x81\\xa5value" + {value}
+    os.write(3, struct.pack("<I", len(answer)) + answer)
+    os._exit(0)
+"""
+    found = list(asked(server, source, calls=3))
+    assert [each["error"]["type"] for each in found] == ["ResultRefused"] * 3
+    if "join" in value:
+        error = client.function(source, "attack").run(FunctionCall()).error
+        assert error is not None
+        assert error.type == "ResultRefused"
+
+
+def test_results_that_nobody_reads_do_not_pile_up(server: Server) -> None:
+    """Calls wait until their caller takes what has come: else a batch's results would fill the server's memory."""
+    source = "import time\nprint(time.time())\nprint('x' * 1_000_000)"
+    results = asked(server, source, calls=150, name="")
+    begun = [float(base64.b64decode(next(results)["stdout"]).split(b"\n")[0])]
+    time.sleep(4)
+    resumed = time.time()
+    begun += [float(base64.b64decode(each["stdout"]).split(b"\n")[0]) for each in results]
+    assert len(begun) == 150
+    assert sum(each > resumed for each in begun) > 50

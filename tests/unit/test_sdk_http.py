@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
-from dsec.errors import InvalidRequest
+from dsec.errors import InvalidRequest, Unavailable
 from dsec.sdk._config import Endpoint
 from dsec.sdk._http import ConnectFailed, Pool
 from dsec.sdk._transport import Transport
@@ -186,6 +186,21 @@ async def test_where_nobody_listens_nothing_was_sent() -> None:
         port = bound.getsockname()[1]
     with pytest.raises(ConnectFailed):
         await _read(Pool(URL(f"http://127.0.0.1:{port}/")))
+
+
+async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
+    server = Server(b"HTTP/1.1 307 Go\r\nLocation: /else\r\nContent-Length: 0\r\n\r\n")
+    async with pool_of(server) as pool:
+        transport = Transport(Endpoint(f"http://{pool._name}", "key"))
+        url = transport.url("/v1/sandboxes/x")
+        try:
+            with pytest.raises(Unavailable, match="307"):
+                await transport.call("DELETE", url, type(None), replay=False)
+            with pytest.raises(Unavailable, match="307"):
+                await transport.open("DELETE", url, replay=False)
+        finally:
+            await transport.close()
+    assert len(server.asked) == 2
 
 
 def test_a_key_cannot_bring_a_header_along() -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import math
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -18,8 +18,11 @@ from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange
 from dsec.errors import DsecError, InvalidRequest
 from dsec.ports import FunctionHost
 from dsec.spec.functions import FunctionBatch, FunctionError, FunctionResult
+from dsec.wire import packed
 
 MSGPACK = b"application/msgpack"
+_LONG = 64 << 10
+"""What is longer is looked at in a thread."""
 MAX_JSON_VALUE = 1 << 20
 """Of a result that is to be built here; as msgpack it is passed on as it is."""
 _JSON = msgspec.json.Decoder(FunctionBatch)
@@ -34,11 +37,11 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
     x.check_query()
     principal = x.owner()
     body = await x.body(MAX_BATCH_BYTES)
-    packed = x.content_type == MSGPACK
-    batch = _unpacked(body) if packed else x.decode(_JSON, body)
-    encode = _framed if packed else _line
+    binary = x.content_type == MSGPACK
+    batch = await _unpacked(body) if binary else x.decode(_JSON, body)
+    encode = _framed if binary else _line
     results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch))
-    media = b"application/vnd.dsec.results" if packed else b"application/x-ndjson"
+    media = b"application/vnd.dsec.results" if binary else b"application/x-ndjson"
     telling = asyncio.ensure_future(_tell(results, x, encode, media))
     gone = asyncio.ensure_future(x.next_message())
     try:
@@ -54,44 +57,52 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
 
 
 async def _tell(
-    results: AsyncGenerator[FunctionResult], x: Exchange, encode: Callable[[FunctionResult], bytes], media: bytes
+    results: AsyncGenerator[FunctionResult], x: Exchange, encode: Callable[[FunctionResult], Awaitable[bytes]], media: bytes
 ) -> None:
     async with aclosing(results):
         async for result in results:
             if not x.began:
                 await x.begin(200, media)
-            await x.more(encode(result))
+            await x.more(await encode(result))
     await x.finish()
 
 
-def _unpacked(body: bytes) -> FunctionBatch:
+async def _unpacked(body: bytes) -> FunctionBatch:
     try:
+        await asyncio.to_thread(packed.check, body) if len(body) > _LONG else packed.check(body)
         return _PACKED.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the body: {error}") from None
 
 
-def _framed(result: FunctionResult) -> bytes:
+async def _framed(result: FunctionResult) -> bytes:
     data = _packer.encode(result)
     return struct.pack("<I", len(data)) + data
 
 
-def _line(result: FunctionResult) -> bytes:
-    if isinstance(result.value, msgspec.Raw):
-        result = _plain(result, bytes(result.value))
+async def _line(result: FunctionResult) -> bytes:
+    if not isinstance(result.value, msgspec.Raw):
+        return _said(result)
+    value = bytes(result.value)
+    return _plain(result, value) if len(value) <= _LONG else await asyncio.to_thread(_plain, result, value)
+
+
+def _said(result: FunctionResult) -> bytes:
     return _json_encoder.encode(result) + b"\n"
 
 
-def _plain(result: FunctionResult, packed: bytes) -> FunctionResult:
+def _plain(result: FunctionResult, value: bytes) -> bytes:
     """With the value built, as JSON can say it."""
     why = f"more than {MAX_JSON_VALUE} bytes"
-    if len(packed) <= MAX_JSON_VALUE:
+    if len(value) <= MAX_JSON_VALUE:
         try:
-            return msgspec.structs.replace(result, value=_sayable(msgspec.msgpack.decode(packed, strict=False)))
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError, TypeError) as error:
+            packed.check(value)
+            built = _sayable(msgspec.msgpack.decode(value, strict=False))
+            return _said(msgspec.structs.replace(result, value=built))
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
             why = str(error)
     error_ = FunctionError(type="ResultRefused", message=f"the result can't be said in JSON: {why}; ask in msgpack")
-    return msgspec.structs.replace(result, ok=False, value=None, error=error_)
+    return _said(msgspec.structs.replace(result, ok=False, value=None, error=error_))
 
 
 def _sayable(value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import cast
 
@@ -26,7 +26,7 @@ from dsec.errors import (
     SandboxEnded,
     Unsupported,
 )
-from dsec.grading.programs import Built, Programs, compile_job
+from dsec.grading.programs import Built, Programs, Surroundings, compile_job
 from dsec.grading.running import Job, Ran, Runner
 from dsec.grading.slots import Slots
 from dsec.grading.tools import PROGRAM, TOOLS
@@ -58,12 +58,12 @@ class Judge:
     """The judge of one node."""
 
     def __init__(
-        self, runner: Runner, layers: Callable[[str, str], Sequence[str]], *, places: int | None = None
+        self, runner: Runner, around: Callable[[str, str], Surroundings], *, places: int | None = None
     ) -> None:
-        """`layers`: those of an environment, by its name and the project; raises `EnvironmentNotFound`. `places`: how
+        """`around`: what an environment is, by its name and the project; raises `EnvironmentNotFound`. `places`: how
         many programs run at once (None: two for each CPU, so that one is prepared while another runs)."""
         self._runner = runner
-        self._layers = layers
+        self._around = around
         self._slots = Slots(places or 2 * (os.cpu_count() or 1))
         self._programs = Programs()
         self._numbers = itertools.count()
@@ -73,7 +73,7 @@ class Judge:
         `InvalidRequest`, `Unsupported` (no such toolchain there)."""
         if (spec.checker is Checker.PROGRAM) != bool(spec.checker_source):
             raise InvalidRequest("`checker_source` goes with the checker `program`", field="checker_source")
-        self._layers(spec.environment, project)
+        self._around(spec.environment, project)
         caller = self.caller(project)
         program, failed, compiled = await self._program(caller, project, spec)
         if failed is not None:
@@ -125,7 +125,7 @@ class Judge:
             return None
         files = files or {}
         job = compile_job(project, environment, language, {**files, TOOLS[language].source: source}, compile_s)
-        key = self._programs.key(self._layers(environment, project), language, source, files)
+        key = self._programs.key(self._around(environment, project), language, source, files)
         built = await self._programs.get(key, lambda: self.run(caller, job, deadline_s))
         if built.ran.missing:
             raise missing(language, environment)

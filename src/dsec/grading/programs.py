@@ -1,7 +1,8 @@
-"""What compilers made of sources, by content.
+"""What compilers made of sources, by all that it depends on: projects share it, so nobody may choose what another gets.
 
-Invariants: a result is remembered only where the compiler ended by itself, so that neither a time limit nor a fault of
-the platform's sticks; who asks for what is being made waits for that; making it ends when nobody waits any more.
+Invariants: a result is remembered, and is another's than who had it made, only where the compiler ended by itself, so
+that neither a time limit nor a fault of the platform's sticks; who asks for what is being made waits for that; making
+it ends when nobody waits any more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ LIMITS = JudgeLimits(cpu_s=3600.0, memory_bytes=2 * GIB, output_bytes=1 * MIB, p
 """Of a compiler."""
 _LEAST_BYTES = 4096
 """What remembering anything counts for."""
+
+
+Surroundings = tuple[Sequence[str], Mapping[str, str]]
+"""An environment's layers, top first, and its variables."""
 
 
 class Built(Struct, frozen=True, kw_only=True):
@@ -54,10 +59,14 @@ class Programs:
         self._making: dict[str, _Making] = {}
 
     @staticmethod
-    def key(layers: Sequence[str], language: Language, source: bytes, files: Mapping[bytes, bytes]) -> str:
-        """Names what is made of these."""
+    def key(around: Surroundings, language: Language, source: bytes, files: Mapping[bytes, bytes]) -> str:
+        """Names what is made of these. Variables are in it too: whoever names an environment chooses them, and with
+        them what a compiler makes, or whether it can."""
+        layers, env = around
         digest = hashlib.sha256()
-        for part in (*map(str.encode, layers), *map(str.encode, TOOLS[language].compile), b"", source):
+        variables = (f"{name}={env[name]}" for name in sorted(env))
+        words = (*layers, "", *variables, "", *TOOLS[language].compile, "")
+        for part in (*(word.encode(errors="surrogateescape") for word in words), source):
             digest.update(b"%d:" % len(part) + part)
         for path in sorted(files):
             digest.update(b"%d:%d:" % (len(path), len(files[path])) + path + files[path])
@@ -65,23 +74,25 @@ class Programs:
 
     async def get(self, key: str, make: Callable[[], Awaitable[Ran]]) -> Built:
         """What `make` makes, once for all who ask. Raises what it raises."""
-        found = self._known.get(key)
-        if found is not None:
-            self._known.move_to_end(key)
-            return found
-        making = self._making.get(key)
-        fresh = making is None
-        if making is None:
-            making = self._making[key] = _Making(asyncio.ensure_future(self._make(key, make)))
-        making.waiters += 1
-        try:
-            built = await asyncio.shield(making.task)
-        finally:
-            making.waiters -= 1
-            if not making.waiters and not making.task.done():
-                making.task.cancel()
-                self._making.pop(key, None)
-        return Built(ran=built.ran, program=built.program, fresh=fresh)
+        while True:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+                return found
+            making = self._making.get(key)
+            fresh = making is None
+            if making is None:
+                making = self._making[key] = _Making(asyncio.ensure_future(self._make(key, make)))
+            making.waiters += 1
+            try:
+                built = await asyncio.shield(making.task)
+            finally:
+                making.waiters -= 1
+                if not making.waiters and not making.task.done():
+                    making.task.cancel()
+                    self._making.pop(key, None)
+            if fresh or _lasts(built.ran):
+                return Built(ran=built.ran, program=built.program, fresh=fresh)
 
     async def _make(self, key: str, make: Callable[[], Awaitable[Ran]]) -> Built:
         own = asyncio.current_task()
@@ -92,7 +103,7 @@ class Programs:
                 del self._making[key]
         program = ran.fetched.get(PROGRAM) if ran.status.exit_code == 0 else None
         built = Built(ran=Ran(status=ran.status, stdout=ran.stdout, stderr=ran.stderr), program=program)
-        if ran.status.cause is Cause.EXITED and not ran.missing:
+        if _lasts(ran):
             self._keep(key, built)
         return built
 
@@ -101,6 +112,11 @@ class Programs:
         self._bytes += _size(built)
         while self._bytes > KEPT_BYTES:
             self._bytes -= _size(self._known.popitem(last=False)[1])
+
+
+def _lasts(ran: Ran) -> bool:
+    """Whether it would come out like that whoever asks."""
+    return ran.status.cause is Cause.EXITED and not ran.missing
 
 
 def compile_job(

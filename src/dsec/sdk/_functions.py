@@ -17,6 +17,7 @@ from dsec.sdk._answers import cut_errors
 from dsec.sdk._transport import Retry, Transport
 from dsec.spec.causes import Cause
 from dsec.spec.functions import FunctionBatch, FunctionCall, FunctionError, FunctionResult, FunctionSpec
+from dsec.wire import packed
 
 _PACKED = {"Content-Type": "application/msgpack"}
 _BY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*")
@@ -192,7 +193,7 @@ async def _results(
 
 async def _exactly(content: Any, size: int) -> bytes:
     """So many bytes; b"" at the end. Raises ConnectionError where it ends within."""
-    data = b""
+    data = bytearray()
     while len(data) < size:
         part: bytes = await content.read(size - len(data))
         if not part and not data:
@@ -200,7 +201,7 @@ async def _exactly(content: Any, size: int) -> bytes:
         if not part:
             raise ConnectionResetError("the answer was cut")
         data += part
-    return data
+    return bytes(data)
 
 
 class _Unread(FunctionResult, frozen=True, kw_only=True, omit_defaults=True):
@@ -210,8 +211,9 @@ class _Unread(FunctionResult, frozen=True, kw_only=True, omit_defaults=True):
 def _decoded(data: bytes) -> FunctionResult:
     """The value is the function's word: where it is no value, that is the function's fault, not the server's."""
     try:
+        packed.check(data)
         return msgspec.msgpack.decode(data, type=FunctionResult)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         unread = msgspec.msgpack.decode(data, type=_Unread)
         error = FunctionError(type="ResultRefused", message="what came as the value is none")
         return FunctionResult(index=unread.index, error=error, cause=Cause.EXITED)

@@ -317,13 +317,16 @@ class Pool:
     def head(self, api_key: str) -> str:
         """The headers that all requests begin with. Raises `InvalidRequest` for a key that no header can hold."""
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        if not f"{self._name}{api_key}".isprintable():
+        both = f"{self._name}{api_key}"
+        if not (both.isascii() and both.isprintable()):
             raise InvalidRequest("the API key or the server's name holds characters that can't be sent")
         return f"Host: {self._name}\r\n{authorization}"
 
     async def ask(self, request: bytes) -> Answer:
         """Send a whole request and wait for the answer's begin. Raises `ConnectFailed`, `ConnectionError`."""
         connection = self._take() or await self._connect()
+        if not connection.usable:
+            raise ConnectFailed("the server closed the connection at once")
         try:
             return await connection.ask(request)
         except asyncio.CancelledError:

@@ -221,7 +221,9 @@ class Transport:
             assert session is not None
             source = Source(body()) if callable(body) else None
             try:
-                return Streamed(await session.request(method, url, data=source or body, headers=headers))
+                return Streamed(
+                    await session.request(method, url, data=source or body, headers=headers, allow_redirects=False)
+                )
             except cut_errors():
                 if source is not None and source.error is not None:
                     raise SourceFailed(source.error) from None
@@ -249,7 +251,7 @@ class Transport:
                 await retry.wait(error, request_id=request_id)
                 continue
             self._reached = True
-            if answer.status < 400:
+            if answer.status < 300:
                 self._known = True
                 return answer
             failure, again_s = await failure_of(answer)

@@ -188,6 +188,12 @@ class EnvironmentStore:
             )
         return known
 
+    def around(self, name: str, project: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The layers, top first, and the variables of what `project` means by the name. Raises
+        `EnvironmentNotFound`."""
+        environment = self.get(name, project)
+        return environment.layers, environment.env
+
     def list(self, project: str | None = None) -> list[Environment]:
         """What a project may read, by name (None: all)."""
         return self._environments.list(project)

@@ -31,6 +31,8 @@ __all__ = ["Fusion", "FusionConfig"]
 PREFIX = "/sandboxfusion/"
 PING = "/v1/ping"
 GATEWAY_TIMEOUT = 504
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+"""What a proxy adds: who asks is not who the connection comes from."""
 T = TypeVar("T")
 
 
@@ -105,7 +107,9 @@ class Fusion:
         client = x.scope.get("client")
         # A page in a browser on this machine can send other types here without asking, as it can't JSON.
         foreign = x.scope["method"] == "POST" and x.content_type != b"application/json"
-        project = self._config.keyless(client[0]) if client and not foreign else None
+        forwarded = any(name in _FORWARDED for name, _ in x.scope["headers"])
+        host = x.host.decode("latin-1")
+        project = self._config.keyless(client[0], host, forwarded=forwarded) if client and not foreign else None
         if project is None:
             raise Unauthenticated(
                 "the request carries no API key",

@@ -5,8 +5,11 @@ Owns its form, and who may come without a key.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
+from socket import gethostname
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
@@ -34,15 +37,18 @@ class FusionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The environment of a language's programs."""
         return self.environments.get(language, self.environment)
 
-    def keyless(self, address: str) -> str | None:
-        """The project of a request without a key from this address, or None."""
-        if self.keyless_project is None:
+    def keyless(self, address: str, host: str, *, forwarded: bool) -> str | None:
+        """The project of a request without a key from this address, or None. `host`: what it says whom it is for;
+        `forwarded`: it says that it comes from elsewhere."""
+        if self.keyless_project is None or forwarded:
             return None
         try:
             found = ip_address(address.partition("%")[0])
         except ValueError:
             return None
         found = getattr(found, "ipv4_mapped", None) or found
+        if found.is_loopback and not _is_here(host):
+            return None
         allowed = any(found in ip_network(each) for each in self.keyless_from)
         return self.keyless_project if allowed else None
 
@@ -50,3 +56,14 @@ class FusionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Raises ValueError for what is no network."""
         for each in self.keyless_from:
             ip_network(each)
+
+
+def _is_here(host: str) -> bool:
+    """Whether a Host header is an address or this machine's own name: not one that a page's owner has lead here."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    with suppress(ValueError):
+        return bool(ip_address(name))
+    return name in ("localhost", gethostname().lower()) or name.endswith(".localhost")

@@ -107,7 +107,7 @@ class Jails:
         if making is None:
             if key in self._jails:
                 self._end(key)  # it is broken
-            self._make_room()
+            self._make_room(key.project)
             making = self._making[key] = asyncio.ensure_future(self._make(key))
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
@@ -131,13 +131,18 @@ class Jails:
             self._sweeper = asyncio.ensure_future(self._sweep())
         return jail
 
-    def _make_room(self) -> None:
-        while len(self._jails) + len(self._making) >= self._most:
+    def _make_room(self, project: str) -> None:
+        """Room for one more of a project's. The last quarter of the places is for who has less than that: one project
+        alone, with calls that last or imports that hang, leaves room for others."""
+        share = self._most // 4
+        while True:
+            own = sum(key.project == project for key in (*self._jails, *self._making))
+            most = self._most if own < share else self._most - share
+            if len(self._jails) + len(self._making) < most:
+                return
             idle = [key for key, jail in self._jails.items() if not jail.users]
             if not idle:
-                raise QuotaExceeded(
-                    f"{self._most} function environments are in use on this node", remedy="Try again later."
-                )
+                raise QuotaExceeded(f"{most} function environments are in use on this node", remedy="Try again later.")
             self._end(min(idle, key=lambda key: self._jails[key].used_at))
 
     def _end(self, key: Key) -> None:

@@ -62,6 +62,9 @@ class _Answer(Struct, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(_Answer)
+_MOST_UNTOLD = 32 * MIB
+"""Of the results of one request that were not taken yet."""
+_LEAST_WEIGHT = 1024
 
 
 class FunctionService:
@@ -82,12 +85,14 @@ class FunctionService:
         caller: Path = (project, next(self._numbers))
         one = await self._prepared(caller, project, batch.function, len(batch.calls))
         results: asyncio.Queue[FunctionResult | DsecError] = asyncio.Queue()
+        untold = _Untold()
         indices = iter(range(len(batch.calls)))
         stopped = False
 
         async def work() -> None:
             nonlocal stopped
             for index in indices:
+                await untold.few()
                 if stopped:
                     return
                 try:
@@ -97,6 +102,7 @@ class FunctionService:
                     results.put_nowait(error)
                     return
                 stopped |= batch.stop and not result.ok
+                untold.add(result)
                 results.put_nowait(result)
 
         width = min(self._slots.places, len(batch.calls))
@@ -108,6 +114,7 @@ class FunctionService:
             async with aclosing(ordered):
                 async for result in ordered:
                     yield result
+                    untold.remove(result)
             await everything
         finally:
             for worker in workers:
@@ -255,8 +262,8 @@ class FunctionService:
             async with self._slots.turn(caller):
                 return await self._runner.run(job)
 
-        layers = self._jails.key(project, spec.environment, None).layers
-        key = self._programs.key(layers, spec.language, source, {})
+        jail = self._jails.key(project, spec.environment, None)
+        key = self._programs.key((jail.layers, dict(jail.env)), spec.language, source, {})
         built = await self._programs.get(key, make)
         if built.ran.missing:
             raise _no_toolchain(spec)
@@ -270,6 +277,37 @@ class FunctionService:
             exit_code=built.ran.status.exit_code or 1,
             message="compiling it failed",
         )
+
+
+class _Untold:
+    """How much of results is here that their caller hasn't taken. No call begins while it is too much; those that run
+    get to their end, so that the one whose turn it is to be told always comes."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def few(self) -> None:
+        """Wait until it isn't too much."""
+        await self._room.wait()
+
+    def add(self, result: FunctionResult) -> None:
+        """It has come."""
+        self._change(_weight(result))
+
+    def remove(self, result: FunctionResult) -> None:
+        """It was taken."""
+        self._change(-_weight(result))
+
+    def _change(self, by: int) -> None:
+        self._bytes += by
+        (self._room.set if self._bytes < _MOST_UNTOLD else self._room.clear)()
+
+
+def _weight(result: FunctionResult) -> int:
+    value = len(bytes(result.value)) if isinstance(result.value, msgspec.Raw) else 0
+    return _LEAST_WEIGHT + value + len(result.stdout) + len(result.stderr) + sum(map(len, result.files.values()))
 
 
 _END = DsecError("")
