@@ -57,7 +57,10 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
 
 
 async def _tell(
-    results: AsyncGenerator[FunctionResult], x: Exchange, encode: Callable[[FunctionResult], Awaitable[bytes]], media: bytes
+    results: AsyncGenerator[FunctionResult],
+    x: Exchange,
+    encode: Callable[[FunctionResult], Awaitable[bytes]],
+    media: bytes,
 ) -> None:
     async with aclosing(results):
         async for result in results:
