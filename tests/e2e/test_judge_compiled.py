@@ -76,9 +76,8 @@ def test_programs_are_compiled_once(client: Client) -> None:
 def test_nobody_chooses_what_another_gets_compiled(client: Client) -> None:
     """Programs are shared by content, across projects: an environment of the same layers whose variables make its
     compiler fail leaves no verdict on others."""
-    client.catalog.create_environment(
-        "cc-bent", ["cc@1", "env:debian"], env={"TMPDIR": "/proc", "CPATH": "/tmp/main.c"}
-    )
+    bent = {"DEPENDENCIES_OUTPUT": "/nonexistent/file"}
+    client.catalog.create_environment("cc-bent", ["cc@1", "env:debian"], env=bent)
     source = f"// another's\n{ADD}"
     for environment, word in (("cc-bent", Word.COMPILE_ERROR), ("cc", Word.ACCEPTED), ("cc-bent", Word.COMPILE_ERROR)):
         assert client.judge(source, SUM, language="c", environment=environment).verdict is word
