@@ -53,6 +53,7 @@ class KeptBackend(MicroVmBackend):
 class MicroVmFactory:
     features = Feature.LOCAL | {Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT}
     environment = "debian"
+    crowd = 5
 
     def __init__(self, config: Config, host: Host, templates: Path) -> None:
         self.config = config

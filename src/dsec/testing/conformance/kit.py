@@ -80,6 +80,8 @@ class Sandboxes:
 
     def __init__(self, factory: Factory) -> None:
         self.factory = factory
+        self.crowd: int = getattr(factory, "crowd", 20)
+        """Sandboxes that are made at the same time; a factory whose sandboxes are dear says fewer."""
         self.backend: Backend = factory.make()
         self.handles: dict[str, Handle] = {}
         self.instances: dict[str, Instance] = {}

@@ -97,8 +97,8 @@ class TestLifecycle:
         await asyncio.wait([waiting])
         assert not asyncio.ensure_future(instance.ended()).done()
 
-    async def test_twenty_at_once_are_apart(self, sandboxes: Sandboxes) -> None:
-        instances = await asyncio.gather(*(sandboxes.create() for _ in range(20)))
+    async def test_a_crowd_that_comes_at_once_is_apart(self, sandboxes: Sandboxes) -> None:
+        instances = await asyncio.gather(*(sandboxes.create() for _ in range(sandboxes.crowd)))
 
         async def mark(number: int) -> None:
             channel = instances[number].channel
@@ -109,7 +109,7 @@ class TestLifecycle:
             await files.write_file(channel, "/tmp/marker", content())
             await files.write_file(channel, f"/tmp/only-{number}", content())
 
-        await asyncio.gather(*(mark(number) for number in range(20)))
+        await asyncio.gather(*(mark(number) for number in range(sandboxes.crowd)))
         for number, instance in enumerate(instances):
             assert ok(await run(instance.channel, "cat", "/tmp/marker")) == b"marker %d" % number
             names = {entry.name for entry in await files.list_dir(instance.channel, "/tmp")}
