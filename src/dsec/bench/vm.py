@@ -29,6 +29,7 @@ from dsec.configuration import Config, read_config
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
 from dsec.kernel import paging
+from dsec.kernel.ledger import Ledger
 from dsec.ports import Handle
 from dsec.spec.operations import OpEnd, OpRequest
 from dsec.spec.sandbox import MIB, SandboxSpec
@@ -141,6 +142,8 @@ async def _machines(spec: SandboxSpec, state: Path | None, *, spare: int) -> Asy
             host.layers.unmount_all()
             host.views.remove()
             remove_dev(host.run)
+            for line in Ledger(own / "host.json").undo_kind("zram"):
+                say(line)
             for path in sorted(run.rglob("*"), reverse=True):
                 path.rmdir()
             run.rmdir()
