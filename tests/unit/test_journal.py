@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dsec.errors import DsecError, Internal, Unavailable
+from dsec.errors import DsecError, Internal, InvalidRequest, Unavailable
 from dsec.journal import state_dir as state_dir_module
 from dsec.journal.records import BatchRecord, Journal, KeyRecord, Record
 from dsec.journal.state_dir import RESERVE, StateDir
@@ -261,7 +261,9 @@ def test_node_facts_stay(tmp_path: Path) -> None:
     first = StateDir(tmp_path / "s", edge=7)
     key = first.key
     first.close()
-    again = StateDir(tmp_path / "s", edge=9)
+    with pytest.raises(InvalidRequest, match="edge 7, not of edge 9"):
+        StateDir(tmp_path / "s", edge=9)
+    again = StateDir(tmp_path / "s")
     assert (again.edge, again.key) == (7, key)
     again.close()
     mode = (tmp_path / "s" / "node.json").stat().st_mode & 0o777
