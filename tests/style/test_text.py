@@ -116,3 +116,12 @@ def test_the_table_of_defaults_is_true() -> None:
         if not field.required:
             real[field.name] = msgspec.json.encode(default() if callable(default) else default).decode()
     assert table == real
+
+
+def test_the_test_command_names_every_kind_of_test() -> None:
+    """But Harbor's, which need a newer Python than the oldest that the project runs on."""
+    kinds = {name(path.parent) for path in FILES if path.name.startswith("test_") and path.suffix == ".py"} - {
+        "tests/harbor"
+    }
+    named = set((ROOT / "bin/test").read_text().split())
+    assert {kind for kind in kinds if kind.startswith("tests/")} <= named
