@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _settings() -> dict[str, str]:
 
 def _settled(left: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
     """What is left once what is just ending has ended."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a volume that is written to is unmounted when its data is on the disk
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
@@ -104,6 +105,13 @@ def _restore(settings: dict[str, str]) -> None:
 
 if sys.platform == "linux":
 
+    @contextmanager
+    def _alone(directory: Path) -> Iterator[None]:
+        """Other workers wait meanwhile."""
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     @pytest.fixture(scope="session")
     def debian_store() -> Path:
         """A `store` directory with the environment `debian`, built once for each version of the builder and kept
@@ -114,36 +122,42 @@ if sys.platform == "linux":
         version = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
         state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
         state.mkdir(parents=True, exist_ok=True)
-        with (state / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be at it
+        with _alone(state):
             environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
         return state / "store"
 
-    def _debian_state(debian_store: Path, state: Path) -> Path:
-        state.mkdir(mode=0o700)
-        (debian_store.parent / "native").mkdir(exist_ok=True)
-        for name in ("store", "native"):
-            (state / name).symlink_to(debian_store.parent / name)
-        return state
+    @pytest.fixture(scope="session")
+    def state_over(debian_store: Path) -> Callable[[Path], Path]:
+        """Makes a fresh state directory in which the environment `debian` and the compiled programs exist."""
+
+        def made(state: Path) -> Path:
+            state.mkdir(mode=0o700)
+            (debian_store.parent / "native").mkdir(exist_ok=True)
+            for name in ("store", "native"):
+                (state / name).symlink_to(debian_store.parent / name)
+            return state
+
+        return made
 
     @pytest.fixture
-    def debian_state(debian_store: Path, tmp_path: Path) -> Path:
-        """A fresh state directory in which the environment `debian` and the compiled programs exist."""
-        return _debian_state(debian_store, tmp_path / "state")
+    def debian_state(state_over: Callable[[Path], Path], tmp_path: Path) -> Path:
+        """One for a test."""
+        return state_over(tmp_path / "state")
 
     @pytest.fixture(scope="module")
-    def debian_module_state(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def debian_module_state(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The same for a module's tests together."""
-        return _debian_state(debian_store, tmp_path_factory.mktemp("module") / "state")
+        return state_over(tmp_path_factory.mktemp("module") / "state")
 
     @pytest.fixture(scope="session")
     def vm_templates(debian_store: Path) -> Path:
         """Where templates of virtual machines are kept between runs; a kernel to boot is beside the environment."""
         from dsec.store.kernels import KernelStore
 
-        kernels = KernelStore(debian_store.parent)
-        if not kernels.list():
-            kernels.import_package()
+        with _alone(debian_store.parent):
+            kernels = KernelStore(debian_store.parent)
+            if not kernels.list():
+                kernels.import_package()
         return debian_store.parent / "templates"
 
     @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,6 @@ import nats
 import pytest
 from cluster_kit import PATIENCE_S, Cluster, running, until
 
-from conftest import _debian_state
 from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
 from dsec.cluster.credentials import read_credentials
 from dsec.errors import Conflict, RunFenced, SandboxLost, SandboxNotFound, Unauthenticated, Unsupported
@@ -30,9 +29,9 @@ def at(edge: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
-    states = [_debian_state(debian_store, directory / f"state-{number}") for number in (1, 2)]
+    states = [state_over(directory / f"state-{number}") for number in (1, 2)]
     with running(directory, states) as made:
         yield made
 

@@ -72,7 +72,7 @@ async def test_a_missing_binary_is_a_result(server: Served, box: str) -> None:
 async def test_a_short_command_is_one_packet(server: Served, box: str) -> None:
     reader, writer = await server.dial()
     body = json.dumps({"argv": ["echo", "hi"]}).encode()
-    writer.write(head(server, "POST", f"/v1/sandboxes/{box}/exec", f"content-length: {len(body)}") + body)
+    writer.write(head(server, "POST", f"/v1/sandboxes/{box}/exec?hold_ms=1000", f"content-length: {len(body)}") + body)
     first = await reader.read(65536)
     fields, _, answer = first.partition(b"\r\n\r\n")
     assert frames(answer)[-1][0] is ServerKind.END

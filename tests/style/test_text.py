@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -125,3 +126,9 @@ def test_the_test_command_names_every_kind_of_test() -> None:
     }
     named = set((ROOT / "bin/test").read_text().split())
     assert {kind for kind in kinds if kind.startswith("tests/")} <= named
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest takes two of one name for the same module."""
+    names = Counter(path.name for path in FILES if path.name.startswith("test_") and path.suffix == ".py")
+    assert [found for found, times in names.items() if times > 1] == []

@@ -411,7 +411,7 @@ class RemoteBackend:
         return self._instances[sandbox_id].sandbox
 
     async def open(self, known: dict[str, Handle]) -> Mapping[str, RemoteInstance | InstanceEnd]:
-        (self.epoch,) = (await self._client.node())["backends"].values()
+        self.epoch = (await self._client.node())["backends"]["container"]
         found: dict[str, RemoteInstance | InstanceEnd] = {}
         strays = []
         for info in await self._client.list(run=self._run, states=list(State)):
