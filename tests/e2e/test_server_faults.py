@@ -259,7 +259,7 @@ async def test_a_killed_zygote_takes_its_sandboxes_along_and_is_replaced(server:
     call = asyncio.create_task(boxes[0].commands.run(["sleep", "1000"]))
     await asyncio.sleep(0.3)
     os.kill(server.zygote(), signal.SIGKILL)
-    with pytest.raises(SandboxLost):
+    with pytest.raises((SandboxLost, OutcomeUnknown)):  # the second where it was asked for once more meanwhile
         await call
     fresh = await client.create(SMALL)
     assert (await fresh.commands.run("echo new")).stdout == "new\n"

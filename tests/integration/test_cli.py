@@ -100,7 +100,9 @@ def test_run_that_keeps_its_sandbox(cli: Cli) -> None:
     code, _, err = cli("run", "--keep", "--memory", "64M", "--label", "kept=yes", "base", "--", "true")
     assert code == 0
     box = err.split()[-1]
-    info = next(each for each in json.loads(cli("ls", "--label", "kept=yes")[1]) if each["id"] == box)
+    listed = json.loads(cli("ls", "--label", "kept=yes")[1])
+    assert [each["id"] for each in listed] == [box], err
+    info = listed[0]
     assert info["spec"]["memory_bytes"] == 64 << 20
     assert cli("exec", box, "--", "echo", "--not-an-option")[1] == "--not-an-option\n"
     assert cli("kill", box)[0] == 0

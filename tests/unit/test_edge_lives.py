@@ -70,6 +70,7 @@ async def test_an_ended_sandbox_is_freed_at_once(kit: Kit, argv: list[str], key:
     kinds = (Sandbox, SocketChannel, GuestOperation, Command, Recorder)
     async with kit.edge() as edge:
         gc.collect()
+        before = {id(each) for each in gc.get_objects() if isinstance(each, kinds)}  # other tests' in this process
         gc.disable()
         try:
             box = await make(edge)
@@ -80,7 +81,7 @@ async def test_an_ended_sandbox_is_freed_at_once(kit: Kit, argv: list[str], key:
                 del execution
             await edge.delete(box)
             await asyncio.sleep(0.01)
-            left = [each for each in gc.get_objects() if isinstance(each, kinds)]
+            left = [each for each in gc.get_objects() if isinstance(each, kinds) and id(each) not in before]
         finally:
             gc.enable()
         assert left == []

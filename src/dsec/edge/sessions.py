@@ -334,11 +334,11 @@ class Sessions:
             await session.interrupt(run)
             if await session.until(done, grace_s / 2):
                 return
-        for _ in range(3):
+        for patience in (1, 2, 3):
             killed = await self._kill_foreground(sandbox_id, session)
             if not killed:
                 await session.type(_INTERRUPT + probe(session.machine.secret, run.run))
-            if await session.until(done, max(grace_s, 1.0)):
+            if await session.until(done, patience * max(grace_s, 1.0)):
                 return
         await self.end(sandbox_id, session)
 
