@@ -173,9 +173,9 @@ if sys.platform == "linux":
         if not hasattr(session.config, "workerinput") and os.environ.get("DSEC_TEST_SHARED_HOST") != "1":
             session.config.stash[_BEFORE] = census.take(), _settings()
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(session: pytest.Session) -> None:
-        """After the last test of all workers: a test of its own, that nothing is left on the host."""
+        """When all workers are gone: a test of its own, that nothing is left on the host."""
         if _BEFORE not in session.config.stash or not session.testscollected:
             return
         before, settings = session.config.stash[_BEFORE]
