@@ -12,19 +12,7 @@ import msgspec
 from dsec import Client, FunctionCall, FunctionResult
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json
 from dsec.errors import InvalidRequest
-from dsec.spec.judging import Language
-
-_SUFFIXES = {
-    ".py": Language.PYTHON,
-    ".sh": Language.BASH,
-    ".c": Language.C,
-    ".cpp": Language.CPP,
-    ".cc": Language.CPP,
-    ".rs": Language.RUST,
-    ".go": Language.GO,
-    ".js": Language.NODE,
-    ".java": Language.JAVA,
-}
+from dsec.spec.judging import SUFFIXES, Language
 
 
 @click.command("call")
@@ -59,7 +47,7 @@ def call(  # noqa: PLR0917 (click passes by name)
     path = Path(target)
     by_name = ":" in target and not path.exists()
     if not by_name:
-        fields["language"] = language or _SUFFIXES.get(path.suffix, Language.PYTHON)
+        fields["language"] = language or SUFFIXES.get(path.suffix, Language.PYTHON)
         target = _read(path)
     program = not by_name and not name
     if program and arguments:

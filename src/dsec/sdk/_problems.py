@@ -17,19 +17,8 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import InvalidRequest
-from dsec.spec.judging import Case, Checker, JudgeLimits, JudgeSpec, Language, Word
+from dsec.spec.judging import SUFFIXES, Case, Checker, JudgeLimits, JudgeSpec, Language, Word
 
-SUFFIXES = {
-    ".py": Language.PYTHON,
-    ".sh": Language.BASH,
-    ".c": Language.C,
-    ".cpp": Language.CPP,
-    ".cc": Language.CPP,
-    ".rs": Language.RUST,
-    ".go": Language.GO,
-    ".js": Language.NODE,
-    ".java": Language.JAVA,
-}
 _UNITS = {"memory_mib": ("memory_bytes", 1 << 20), "output_kib": ("output_bytes", 1 << 10)}
 
 

@@ -29,6 +29,20 @@ class Language(StrEnum):
     JAVA = "java"
 
 
+SUFFIXES = {
+    ".py": Language.PYTHON,
+    ".sh": Language.BASH,
+    ".c": Language.C,
+    ".cpp": Language.CPP,
+    ".cc": Language.CPP,
+    ".rs": Language.RUST,
+    ".go": Language.GO,
+    ".js": Language.NODE,
+    ".java": Language.JAVA,
+}
+"""Of files, by which a program's language is known."""
+
+
 class Word(StrEnum):
     """A case's verdict, by the names of the field."""
 

@@ -15,7 +15,6 @@ import itertools
 import os
 import socket
 import struct
-import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from msgspec import Struct
 
 from dsec.errors import CreateFailed, DsecError, Internal, SandboxNotFound, Unavailable
+from dsec.kernel import lasting
 from dsec.wire.frames import (
     HEADER_SIZE,
     MAX_PAYLOAD,
@@ -46,7 +46,6 @@ CELLS = 4  # SF_CELLS
 _READS_AT_ONCE = 64
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # arithmetic on IntFlag is slow
 _RIGHTS_SPACE = socket.CMSG_SPACE(2 * array.array("i").itemsize)
-_SYSTEMD = Path("/run/systemd/system").is_dir()
 
 
 class SpawnRequest(Struct, frozen=True, kw_only=True):
@@ -135,23 +134,12 @@ async def start_zygote(programs: Path, socket_path: str | Path, *, unit: str, ne
     """
     argv = [str(programs / "zygote"), "--socket", str(socket_path), "--net-pool", str(net_pool)]
     argv += ["--guest", str(programs / "guest"), "--cells", str(programs / "cells")]
-    if _SYSTEMD:
-        argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
-    # Not by asyncio: uvloop lets its end of a pipe into the child, and the zygote would hold it open for ever.
     try:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
+        said = await lasting.start(argv, unit=unit)
     except OSError as error:
         raise Unavailable(f"the zygote cannot be started: {error}", remedy=f"Is {argv[0]} there?") from error
-    if done.returncode:
-        text = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-        raise Unavailable(f"the zygote did not start: {text}", remedy="`dsec doctor` lists what the host lacks.")
+    if said:
+        raise Unavailable(f"the zygote did not start: {said}", remedy="`dsec doctor` lists what the host lacks.")
 
 
 class ZygoteClient:

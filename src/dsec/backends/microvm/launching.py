@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ from msgspec import Struct
 
 from dsec.backends.microvm.launcher import MAX_FDS, MAX_MESSAGE, VERSION
 from dsec.errors import CreateFailed, Unavailable
+from dsec.kernel import lasting
 
 _PROGRAM = Path(__file__).with_name("launcher.py")
-_SYSTEMD = Path("/run/systemd/system").is_dir()
 _ANSWER_S = 30.0
 
 
@@ -52,24 +51,14 @@ async def start_launcher(path: Path, paths: Sequence[str], *, unit: str) -> None
     """Start a launcher that outlives this process; returns when it listens. `paths`: what its VMMs see of the host.
     Where systemd runs the host it gets a scope of its own. Raises `Unavailable` with what it said."""
     argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(path), *paths]
-    if _SYSTEMD:
-        argv = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--property=Delegate=yes", *argv]
     try:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-            cwd="/",
-        )
+        said = await lasting.start(argv, unit=unit, cwd="/")
     except OSError as error:
         raise Unavailable(f"the launcher of virtual machines cannot be started: {error}") from error
-    if done.returncode:
-        text = done.stderr.decode(errors="replace").strip()[-500:] or f"exit code {done.returncode}"
+    if said:
         raise Unavailable(
-            f"the launcher of virtual machines did not start: {text}", remedy="`dsec doctor` lists what the host lacks."
+            f"the launcher of virtual machines did not start: {said[-500:]}",
+            remedy="`dsec doctor` lists what the host lacks.",
         )
 
 
