@@ -16,7 +16,6 @@ pytest.register_assert_rewrite("dsec.testing.conformance")
 from dsec.app import open_host, open_machines  # noqa: E402
 from dsec.backends.container.host import Host  # noqa: E402
 from dsec.backends.microvm.backend import MicroVmBackend  # noqa: E402
-from dsec.backends.microvm.instance import MachineInstance  # noqa: E402
 from dsec.configuration import Config  # noqa: E402
 from dsec.edge.config import SystemClock  # noqa: E402
 from dsec.ports import Backend, Handle, InstanceEnd  # noqa: E402
@@ -24,6 +23,7 @@ from dsec.spec.sandbox import SandboxSpec  # noqa: E402
 from dsec.store.views import remove_dev  # noqa: E402
 from dsec.testing.conformance import *  # noqa: E402, F403
 from dsec.testing.conformance.kit import Feature  # noqa: E402
+from dsec.vmm.instance import MachineInstance  # noqa: E402
 
 pytestmark = [
     pytest.mark.root,

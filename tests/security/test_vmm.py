@@ -13,12 +13,12 @@ import pytest
 
 from dsec.app import open_host, open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
-from dsec.backends.microvm.launcher import filter_program
 from dsec.configuration import Config
 from dsec.edge.config import SystemClock
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import ok, shell
+from dsec.vmm.launcher import filter_program
 
 pytestmark = [
     pytest.mark.root,

@@ -23,7 +23,6 @@ from msgspec import Struct
 
 from dsec.app import open_host, open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
-from dsec.backends.microvm.instance import MachineInstance
 from dsec.bench.output import say, write_result
 from dsec.configuration import Config, read_config
 from dsec.edge.config import SystemClock
@@ -34,6 +33,7 @@ from dsec.ports import Handle
 from dsec.spec.operations import OpEnd, OpRequest
 from dsec.spec.sandbox import MIB, SandboxSpec
 from dsec.store.views import remove_dev
+from dsec.vmm.instance import MachineInstance
 
 _SETTLE_S = 1.0
 

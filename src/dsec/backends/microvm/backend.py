@@ -19,19 +19,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-from dsec.backends.microvm.disks import disk_size
-from dsec.backends.microvm.first_words import Identity, configure, new_token
-from dsec.backends.microvm.instance import MachineInstance
-from dsec.backends.microvm.launching import Ended
-from dsec.backends.microvm.machine import Machine
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.spares import Wanted
-from dsec.backends.microvm.vmm import Shape
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.ports import Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
+from dsec.vmm.disks import disk_size
+from dsec.vmm.driver import Shape
+from dsec.vmm.first_words import Identity, configure, new_token
+from dsec.vmm.instance import MachineInstance
+from dsec.vmm.launching import Ended
+from dsec.vmm.machine import Machine
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from dsec.backends.microvm.node import VmHost, VmNode
-from dsec.backends.microvm.qemu import QemuDriver
 from dsec.errors import Unsupported
 from dsec.kernel import kvm
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding
 from dsec.kernel.probes import program
 from dsec.store.kernels import KernelStore
+from dsec.vmm.qemu import QemuDriver
 
 
 def find_node(

@@ -17,12 +17,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dsec.backends.microvm.disks import Disks
-from dsec.backends.microvm.launching import LauncherClient, LauncherState, start_launcher
-from dsec.backends.microvm.machine import Machine, Machines
 from dsec.backends.microvm.spares import Spares
 from dsec.backends.microvm.templates import Templates
-from dsec.backends.microvm.vmm import Shape, Start, VmmDriver
 from dsec.errors import Unavailable
 from dsec.kernel.cgroup_pool import CgroupPool
 from dsec.kernel.cgroups import CgroupRoot
@@ -30,6 +26,10 @@ from dsec.store.environments import EnvironmentStore
 from dsec.store.kernels import KernelStore
 from dsec.store.remote import RemoteCatalog
 from dsec.store.volume import Volume
+from dsec.vmm.disks import Disks
+from dsec.vmm.driver import Shape, Start, VmmDriver
+from dsec.vmm.launching import LauncherClient, LauncherState, start_launcher
+from dsec.vmm.machine import Machine, Machines
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
-from dsec.backends.microvm.machine import Machine, Machines
-from dsec.backends.microvm.vmm import Shape
 from dsec.errors import DsecError
+from dsec.vmm.driver import Shape
+from dsec.vmm.machine import Machine, Machines
 
 log = logging.getLogger(__name__)
 

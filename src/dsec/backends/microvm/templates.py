@@ -26,13 +26,13 @@ import msgspec
 from msgspec import Struct
 
 from dsec.backends.microvm import initramfs
-from dsec.backends.microvm.disks import copy_data, copy_file
-from dsec.backends.microvm.first_words import wait_ready, warm
-from dsec.backends.microvm.machine import Machine, Machines
-from dsec.backends.microvm.vmm import Shape, Start
 from dsec.errors import CreateFailed, NotFound, Unavailable
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.store.layers import LayerStore
+from dsec.vmm.disks import copy_data, copy_file
+from dsec.vmm.driver import Shape, Start
+from dsec.vmm.first_words import wait_ready, warm
+from dsec.vmm.machine import Machine, Machines
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from dsec.backends.microvm.qmp import Qmp, QmpError
-from dsec.backends.microvm.vmm import Command, Start, VmmEnd
 from dsec.errors import Unavailable, Unsupported
+from dsec.vmm.driver import Command, Start, VmmEnd
+from dsec.vmm.qmp import Qmp, QmpError
 
 MIB = 1 << 20
 PROGRAM = "qemu-system-x86_64"

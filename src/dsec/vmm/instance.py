@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from dsec.backends.microvm.machine import Machine
 from dsec.channel import SocketChannel
 from dsec.kernel import paging
 from dsec.ports import InstanceEnd, PagedOut, Usage
+from dsec.vmm.machine import Machine
 
 
 class MachineInstance:

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsec.backends.microvm.disks import Disks
-from dsec.backends.microvm.launching import Ended, LauncherClient
-from dsec.backends.microvm.vmm import LayerDisks, Start, VmmControl, VmmDriver
 from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel.cgroup_pool import CgroupPool
 from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.kernel.cgroups import Slot
 from dsec.store.layers import LayerStore
+from dsec.vmm.disks import Disks
+from dsec.vmm.driver import LayerDisks, Start, VmmControl, VmmDriver
+from dsec.vmm.launching import Ended, LauncherClient
 
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""

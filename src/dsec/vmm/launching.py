@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dsec.backends.microvm.launcher import MAX_FDS, MAX_MESSAGE, VERSION
 from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel import lasting
+from dsec.vmm.launcher import MAX_FDS, MAX_MESSAGE, VERSION
 
 _PROGRAM = Path(__file__).with_name("launcher.py")
 _ANSWER_S = 30.0
