@@ -52,7 +52,7 @@ async def start_launcher(path: Path, paths: Sequence[str], *, unit: str) -> None
     Where systemd runs the host it gets a scope of its own. Raises `Unavailable` with what it said."""
     argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(path), *paths]
     try:
-        said = await lasting.start(argv, unit=unit, cwd="/")
+        said = await lasting.start(argv, unit=unit, cwd="/", static=False)
     except OSError as error:
         raise Unavailable(f"the launcher of virtual machines cannot be started: {error}") from error
     if said:

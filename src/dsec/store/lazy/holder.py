@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsec.errors import Unavailable
+from dsec.kernel import lasting
 
 ADD, REMOVE, FILL, DONE, TAKE, STATS, STOP, COMPLETE, IDLE, REOPEN = range(1, 11)
 OK, FAILED, REQUEST = 64, 65, 66
@@ -151,8 +152,9 @@ def start_holder(
     Raises `Unavailable` with what it said.
     """
     path.unlink(missing_ok=True)
+    words = [str(program), str(path), str(marked), str(int(deadline_s * 1000))]
     process = subprocess.Popen(
-        [program, path, marked, str(int(deadline_s * 1000)), *map(str, inherited or ())],
+        lasting.outliving([*words, *map(str, inherited or ())], unit=f"dsec-holder-{marked.parent.name}"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
-from dsec.kernel import loop, mounts, syscalls
+from dsec.kernel import lasting, loop, mounts, syscalls
 from dsec.store.format import is_layer
 from dsec.store.lazy import holder
 
@@ -275,9 +275,10 @@ class LazyLayers:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(self._control_path, limit=1 << 26)
+        words = [*map(str, self._filler), *(["--fuse"] if self.way == "fuse" else [])]
         process = await asyncio.to_thread(
             subprocess.Popen,
-            [*self._filler, *(["--fuse"] if self.way == "fuse" else [])],
+            lasting.outliving(words, unit=f"dsec-filler-{self._marked.parent.name}", static=False),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={**os.environ, **_MEMORY},
