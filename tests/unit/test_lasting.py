@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from dsec.kernel import lasting
 
 ARGV = ["/var/lib/dsec/native/zygote", "--socket", "s"]
@@ -25,15 +26,19 @@ def test_without_systemd_it_is_started_as_it_is(host: Path) -> None:
 def test_a_service_starts_a_scope_of_a_name_of_its_own(host: Path) -> None:
     (host / "own").mkdir()
     first, second = (lasting.outliving(ARGV, unit="u", static=False) for _ in range(2))
-    assert first[0] == "systemd-run" and first[-3:] == ARGV and first[-4] == "--"
-    assert "--scope" in first and "--property=Delegate=yes" in first
+    assert first[0] == "systemd-run"
+    assert first[-3:] == ARGV
+    assert first[-4] == "--"
+    assert "--scope" in first
+    assert "--property=Delegate=yes" in first
     assert first != second  # the one before may still be ending
 
 
 def test_a_pod_starts_what_is_static_on_the_host(host: Path) -> None:
     (host / "pod").mkdir()
     command = lasting.outliving(ARGV, unit="u")
-    assert command[:6] == ["nsenter", "--target", "1", "--mount", "--", "systemd-run"] and command[-3:] == ARGV
+    assert command[:6] == ["nsenter", "--target", "1", "--mount", "--", "systemd-run"]
+    assert command[-3:] == ARGV
     assert lasting.outliving(ARGV, unit="u", static=False) == ARGV
 
 
