@@ -24,8 +24,9 @@ from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cl
 from dsec.cluster.fanout import Fanout
 from dsec.cluster.gate import Gate
 from dsec.cluster.keys import KeyRecord, Keys
-from dsec.cluster.member import Membership, keep_member
+from dsec.cluster.member import Membership, host_of, keep_member
 from dsec.cluster.nodes import Nodes
+from dsec.cluster.numbers import settle
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import ORDER_S, Made, Member
@@ -84,13 +85,14 @@ def serve_edge(
 
     Raises `InvalidRequest`, `Unavailable` (no server of the cluster), and what `dsec serve` raises."""
     configure(listening.log_format, listening.log_level)
-    credentials = joining.read(edge=True)
-    config = replace(read_config(state), edge=credentials.edge)
     check_root()
+    config = read_config(state)
     make_state(config)
     raise_open_files()
 
     async def run() -> int:
+        credentials = await _edge_credentials(joining, config.state)
+        own = replace(config, edge=credentials.edge)
         stop = Stop()
         ended: list[BaseException] = []
 
@@ -101,7 +103,7 @@ def serve_edge(
         async with AsyncExitStack() as undo:
             bus = await open_bus(joining.urls, credentials)
             undo.push_async_callback(bus.close)
-            edge, api = await undo.enter_async_context(open_api(config, keep=on_exit == "keep"))
+            edge, api = await undo.enter_async_context(open_api(own, keep=on_exit == "keep"))
             node = edge.node()
             facts = NodeFacts(
                 edge=node.edge,
@@ -115,18 +117,25 @@ def serve_edge(
             server = ApiServer(gate, listening.host, listening.port)
             await server.start()
             undo.push_async_callback(server.stop)
-            member = Membership(edge, bus, facts, url=listening.advertise or server.url, state=config.state)
+            member = Membership(edge, bus, facts, url=listening.advertise or server.url, state=own.state)
             edge.trust(member.asserted)
             gate.member = member
             keeping = asyncio.create_task(keep_member(member, failed), name="membership")
             undo.callback(keeping.cancel)
-            log.info("edge %d at %s, state in %s", node.edge, server.url, config.state)
+            log.info("edge %d at %s, state in %s", node.edge, server.url, own.state)
             await stop.wait()
         if ended:
             raise ended[0]
         return 0
 
     return _run(run())
+
+
+async def _edge_credentials(joining: Joining, state: Path) -> Credentials:
+    if not joining.credentials.is_dir():
+        return joining.read(edge=True)
+    check_urls(joining.urls, plain=joining.plain)
+    return await settle(joining.urls, joining.credentials, state, host=host_of(state))
 
 
 def serve_api(joining: Joining, listening: Listening, *, lost_s: float, replicas: int) -> int:

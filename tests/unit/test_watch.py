@@ -133,6 +133,17 @@ def test_claims_grow_and_only_one_is_valid() -> None:
     assert (back.incarnation, how) == (3, Return.END_ALL)
 
 
+def test_a_number_is_free_that_nobody_had_or_whose_node_is_lost() -> None:
+    first, _ = claim(None, edge=1, instance="a", host="h", had=None, alive=False, free="new")
+    lost = fence(first, 1, 0.0)
+    assert lost is not None
+    for record, free in ((first, "new"), (first, "lost"), (lost, "new")):
+        with pytest.raises(Conflict, match="isn't free"):
+            claim(record, edge=1, instance="b", host="other", had=None, alive=False, free=free)
+    new, how = claim(lost, edge=1, instance="b", host="other", had=None, alive=False, free="lost")
+    assert (new.incarnation, how) == (2, Return.END_ALL)
+
+
 def test_no_interleaving_of_two_processes_and_a_watcher_makes_two_owners() -> None:
     """Compare-and-set on one record: whatever the order, at most one may serve, and nobody readopts what was lost."""
     steps = ["a", "b", "fence", "a", "b"]

@@ -50,7 +50,10 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @click.option("--state", type=click.Path(path_type=Path), help="State directory (default: DSEC_STATE, /var/lib/dsec).")
 @click.option("--on-exit", type=click.Choice(["keep", "destroy"]), default="keep", show_default=True)
 def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: Any) -> int:
-    """Run this node as an edge of a cluster, in the foreground."""
+    """Run this node as an edge of a cluster, in the foreground.
+
+    With a directory of edge-N.json as --credentials it is given a number that is free, and keeps it.
+    """
     app = _app()
     pairs = dict(_pair(label) for label in labels)
     return int(

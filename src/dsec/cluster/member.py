@@ -25,6 +25,7 @@ from dsec.cluster.wire import Asserted, Heartbeat, Join, Joined, Ping, RunNews, 
 from dsec.edge.client import Principal
 from dsec.edge.node import Edge
 from dsec.errors import Conflict, DsecError, Unavailable
+from dsec.kernel.files import replace_file
 from dsec.plan.fencing import Claim
 from dsec.spec.cluster import NodeFacts, NodeReport
 
@@ -58,7 +59,7 @@ class Membership:
         self._url = url
         self._path = state / FILE
         self._secret = secrets.token_hex(32)
-        self._host = _host(state)
+        self._host = host_of(state)
         self._fenced = asyncio.Event()
 
     async def run(self) -> None:
@@ -112,7 +113,7 @@ class Membership:
             log.warning("what this node had was declared lost: ending it")
             if not await self._edge.end_lost(END_LOST_S):
                 log.error("some sandboxes that were declared lost could not be ended yet")
-        _replace(self._path, _encode(Disk(joined.claim.incarnation)))
+        replace_file(self._path, _encode(Disk(joined.claim.incarnation)))
         self.claim = joined.claim
         self.taken.clear()
         log.info("edge %d serves, incarnation %d", self.facts.edge, joined.claim.incarnation)
@@ -180,16 +181,7 @@ async def keep_member(member: Membership, failed: Callable[[BaseException], Awai
         await failed(error)
 
 
-def _host(state: Path) -> str:
+def host_of(state: Path) -> str:
     """This machine and its boot, and the state directory: a lock on it says that no other process is this node."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat(state).st_dev}:{os.stat(state).st_ino}"  # noqa: PTH116
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_suffix(".new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)

@@ -144,6 +144,7 @@ class Nodes:
             host=asked.host,
             had=asked.had,
             alive=alive,
+            free=asked.free,
         )
         member = Member(
             claim=new,

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from dsec.edge.client import Principal
 from dsec.errors import Unauthenticated
-from dsec.plan.fencing import Claim
+from dsec.plan.fencing import Claim, Free
 from dsec.plan.scheduler import Part
 from dsec.spec.cluster import Natural, NodeFacts, NodeReport
 from dsec.spec.network import KeyPolicy
@@ -33,7 +33,7 @@ ORDER_S = 30.0
 """An order is taken for so long after it was written."""
 
 
-class Join(Struct, frozen=True, kw_only=True):
+class Join(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An edge wants to serve: to `dsec.join.<edge>`, answered by one apiserver with a `Joined`."""
 
     facts: NodeFacts
@@ -45,6 +45,8 @@ class Join(Struct, frozen=True, kw_only=True):
     url: Annotated[str, Meta(pattern=r"^https?://[^/\s]+$", max_length=300)]
     """Where apiservers reach it."""
     secret: Annotated[str, Meta(min_length=32, max_length=128)]
+    free: Free = ""
+    """Only if the number is."""
 
 
 class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):

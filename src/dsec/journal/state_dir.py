@@ -8,7 +8,6 @@ at 2**32, long after the sandboxes of that number are gone).
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsec.errors import Internal, InvalidRequest, Unavailable
+from dsec.kernel.files import replace_file
 
 SCHEMA_VERSION = 1
 RESERVE = 1 << 16
@@ -85,7 +85,7 @@ class StateDir:
             "reserved": upto,
             "projects": list(self._projects),
         }
-        _write_synced(self.path / "node.json", json.dumps(facts).encode())
+        replace_file(self.path / "node.json", json.dumps(facts).encode())
         self._reserved = upto
 
 
@@ -137,20 +137,3 @@ def _unreadable(path: Path) -> Internal:
         remedy="Restore it from a backup, or move the state directory away: its sandboxes are then removed at the "
         "next start.",
     )
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    draft.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some file systems can't sync a directory; the rename is atomic anyway
-            os.fsync(directory)
-    finally:
-        os.close(directory)

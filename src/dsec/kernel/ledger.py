@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.kernel import btrfs, cgroups, mounts, sysctl, zram
+from dsec.kernel.files import replace_file
 from dsec.kernel.syscalls import KernelError
 
 
@@ -101,12 +102,7 @@ class Ledger:
         if not self._changes:
             self._path.unlink(missing_ok=True)
             return
-        fresh = self._path.with_suffix(".new")
-        with open(fresh, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self._changes), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._path)
+        replace_file(self._path, msgspec.json.format(msgspec.json.encode(self._changes), indent=1), 0o644)
 
 
 def _undo_sysctl(change: Change) -> str:

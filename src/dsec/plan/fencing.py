@@ -8,6 +8,7 @@ the edge that comes back ends them, because the cluster has said that they are l
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,6 +34,11 @@ class Claim(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wall clock of who fenced it; to be read by people."""
 
 
+Free = Literal["", "new", "lost"]
+"""Which numbers are free for a node that has none: those that nobody ever had, or those of lost nodes. Empty: it has
+this one."""
+
+
 class Return(Enum):
     """What an edge does with what it finds on its disk."""
 
@@ -41,7 +47,14 @@ class Return(Enum):
 
 
 def claim(
-    record: Claim | None, *, edge: int, instance: str, host: str, had: int | None, alive: bool
+    record: Claim | None,
+    *,
+    edge: int,
+    instance: str,
+    host: str,
+    had: int | None,
+    alive: bool,
+    free: Free = "",
 ) -> tuple[Claim, Return]:
     """An edge joins. `had`: the incarnation under which it served before, from its own disk (None: it never did);
     `alive`: whether another process answers as this node right now. The claim must be put by compare-and-set against
@@ -50,6 +63,8 @@ def claim(
     Raises `Conflict` where the node's number is another's."""
     if record is None:
         return Claim(edge=edge, incarnation=1, instance=instance, host=host), Return.READOPT
+    if free and (free == "new" or not record.lost):
+        raise Conflict(f"the number {edge} isn't free", remedy="Ask for another.", edge=edge)
     if alive and record.host != host:
         raise Conflict(
             f"edge {edge} is served by another machine",

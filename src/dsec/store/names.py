@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 import msgspec
+
+from dsec.kernel.files import replace_file
 
 EVERYBODY = "*"
 
@@ -69,12 +70,7 @@ class Names(Generic[N]):
         with self._lock:
             path = self._path(item.project, item.name)
             path.parent.mkdir(exist_ok=True)
-            fresh = path.with_suffix(".new")
-            with open(fresh, "wb") as file:
-                file.write(msgspec.json.encode(item))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
+            replace_file(path, msgspec.json.encode(item), 0o644)
             self._known[item.project, item.name] = item
 
     def learn(self, item: N) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dsec.errors import LayerCorrupt
+from dsec.kernel.files import replace_file
 from dsec.kernel.syscalls import punch_hole
 from dsec.store.format import BLOCK, Chunk, decode_manifest, decode_placement, is_layer
 
@@ -152,12 +153,7 @@ class CachedLayer:
             self._write_synced(bytes(self._bits))
 
     def _write_synced(self, bits: bytes) -> None:
-        temporary = self.root / "synced.new"
-        with open(temporary, "wb") as file:
-            file.write(boot_id() + bits)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.root / "synced")
+        replace_file(self.root / "synced", boot_id() + bits, 0o644)
 
     def _is_filled(self, chunk: Chunk) -> bool:
         return all(self._bits[b >> 3] >> (b & 7) & 1 for b in _blocks(chunk))
