@@ -9,6 +9,7 @@ program in one of these. What isn't ends with the container.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import subprocess
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _ENTER = ["nsenter", "--target", "1", "--mount", "--"]
 def outliving(argv: Sequence[str], *, unit: str, static: bool = True) -> list[str]:
     """The command that executes `argv` where it outlives the server; descriptors and pipes pass through. `unit`: its
     name for people, made unique. `static`: it needs no file but those of the state and run directories."""
-    pod = not _SYSTEMD.is_dir() and _FROM_POD.is_dir()
+    pod = not _SYSTEMD.is_dir() and os.access(_FROM_POD, os.F_OK)  # pid 1 of a stranger can't be looked into
     if (pod and not static) or not (pod or _SYSTEMD.is_dir()):
         return [*argv]
     name = f"--unit={unit}-{secrets.token_hex(3)}"
