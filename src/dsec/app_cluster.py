@@ -27,6 +27,7 @@ from dsec.cluster.keys import KeyRecord, Keys
 from dsec.cluster.member import Membership, host_of, keep_member
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.numbers import settle
+from dsec.cluster.overflow import OverflowConfig, OverflowKeeper, Record, read_overflow
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import ORDER_S, Made, Member
@@ -138,11 +139,14 @@ async def _edge_credentials(joining: Joining, state: Path) -> Credentials:
     return await settle(joining.urls, joining.credentials, state, host=host_of(state))
 
 
-def serve_api(joining: Joining, listening: Listening, *, lost_s: float, replicas: int) -> int:
+def serve_api(
+    joining: Joining, listening: Listening, *, lost_s: float, replicas: int, overflow: Path | None = None
+) -> int:
     """An apiserver, in the foreground until SIGTERM or SIGINT. Returns the exit code. Raises `InvalidRequest`,
     `Unavailable`."""
     configure(listening.log_format, listening.log_level)
     credentials = joining.read(edge=False)
+    elastic = read_overflow(overflow) if overflow is not None else None
     raise_open_files()
 
     async def run() -> int:
@@ -150,7 +154,7 @@ def serve_api(joining: Joining, listening: Listening, *, lost_s: float, replicas
         async with AsyncExitStack() as undo:
             bus = await open_bus(joining.urls, credentials)
             undo.push_async_callback(bus.close)
-            api = await undo.enter_async_context(open_cluster(bus, lost_s=lost_s, replicas=replicas))
+            api = await undo.enter_async_context(open_cluster(bus, lost_s=lost_s, replicas=replicas, overflow=elastic))
             server = ApiServer(api, listening.host, listening.port)
             await server.start()
             undo.push_async_callback(server.stop)
@@ -162,7 +166,9 @@ def serve_api(joining: Joining, listening: Listening, *, lost_s: float, replicas
 
 
 @asynccontextmanager
-async def open_cluster(bus: Bus, *, lost_s: float, replicas: int) -> AsyncIterator[ClusterApi]:
+async def open_cluster(
+    bus: Bus, *, lost_s: float, replicas: int, overflow: OverflowConfig | None = None
+) -> AsyncIterator[ClusterApi]:
     """An apiserver's parts. Raises `Unavailable`."""
     instance = f"{APISERVER}-{secrets.token_hex(6)}"
     iam = Iam()
@@ -183,6 +189,11 @@ async def open_cluster(bus: Bus, *, lost_s: float, replicas: int) -> AsyncIterat
         creations = Creations(nodes, upstream, made, runs, instance=instance)
         await nodes.start()
         undo.push_async_callback(nodes.close)
+        if overflow is not None:
+            machines = await bus.bucket("dsec_overflow", Record, replicas=replicas)
+            elastic = OverflowKeeper(overflow, nodes, machines, instance=instance, urls=bus.urls)
+            elastic.start()
+            undo.push_async_callback(elastic.close)
         for each in (keys, runs):
             each.start()
             undo.push_async_callback(each.close)

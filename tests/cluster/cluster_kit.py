@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,9 +192,13 @@ class Cluster:
 
 
 @contextmanager
-def running(directory: Path, states: list[Path], *, servers: int = 3, apiservers: int = 2) -> Iterator[Cluster]:
-    """A cluster; nothing of it is left in the end."""
+def running(
+    directory: Path, states: list[Path], *, servers: int = 3, apiservers: int = 2, arguments: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """A cluster; nothing of it is left in the end. `arguments`: more of each apiserver's."""
     cluster = Cluster(directory, states, servers=servers, apiservers=apiservers)
+    for api in cluster.apis:
+        api.arguments += arguments
     try:
         cluster.start()
         yield cluster

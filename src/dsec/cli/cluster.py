@@ -71,10 +71,19 @@ def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: A
     show_default=True,
     help="Seconds of a node's silence.",
 )
-def apiserver(lost_after: float, replicas: int, **options: Any) -> int:
+@click.option(
+    "--overflow",
+    type=click.Path(path_type=Path),
+    help="A file that says how nodes for overflow are started and stopped: docs/DEPLOY.md.",
+)
+def apiserver(lost_after: float, replicas: int, overflow: Path | None, **options: Any) -> int:
     """Run an apiserver of a cluster, in the foreground. It keeps nothing: any number may run, and any may die."""
     app = _app()
-    return int(app.serve_api(_joining(app, options), _listening(app, options), lost_s=lost_after, replicas=replicas))
+    return int(
+        app.serve_api(
+            _joining(app, options), _listening(app, options), lost_s=lost_after, replicas=replicas, overflow=overflow
+        )
+    )
 
 
 @click.group("cluster")

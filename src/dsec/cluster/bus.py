@@ -41,8 +41,9 @@ _encode = msgspec.json.Encoder().encode
 class Bus:
     """A connection to the cluster's servers."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, urls: list[str]) -> None:
         """Use `open_bus`."""
+        self.urls = urls
         self._client = client
         self._stream: JetStreamContext = client.jetstream(timeout=ASK_S)
         self.reconnected: Callable[[], None] = lambda: None
@@ -204,7 +205,7 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
             f"no server of the cluster can be reached at {', '.join(urls)}: {error or type(error).__name__}",
             remedy="Look whether nats-server runs, and whether its configuration has these credentials.",
         ) from error
-    bus = Bus(client)
+    bus = Bus(client, urls)
     made.append(bus)
     return bus
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from dsec.plan.expiry import Deadlines
@@ -81,6 +81,10 @@ class FairQueue(Generic[T]):
 
     def __contains__(self, number: int) -> bool:
         return number in self._items
+
+    def items(self) -> Iterator[T]:
+        """All that wait."""
+        return (item for item, _ in self._items.values())
 
     def push(self, project: str, item: T, *, deadline: float | None = None) -> int:
         """Wait; returns a number that names the request."""

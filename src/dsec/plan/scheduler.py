@@ -126,6 +126,8 @@ class Scheduler:
         self._claims: dict[int, Claim] = {}
         self._numbers = 0
         self._failures: list[Failure] = []
+        self.eligible = 0
+        """Requests so far that may be on nodes for overflow."""
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,7 @@ class Scheduler:
                 remedy="Ask for another backend, for less, or add such a node.",
             )
         self._numbers += 1
+        self.eligible += wanted.ask.burst
         self._tickets[self._numbers] = _Ticket(wanted)
         at = 0
         for part in sorted(parts or [], key=lambda part: part.first):
@@ -274,6 +277,15 @@ class Scheduler:
     def waiting(self) -> int:
         """Ranges that wait for room."""
         return sum(len(queue) for queue in self._queues.values())
+
+    def waiting_bytes(self) -> int:
+        """Memory of what waits for room and may be on nodes for overflow."""
+        total = 0
+        for queue in self._queues.values():
+            for each in queue.items():
+                ask = self._tickets[each.ticket].wanted.ask
+                total += each.count * ask.memory_bytes * ask.burst
+        return total
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
