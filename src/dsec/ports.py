@@ -342,12 +342,25 @@ class EnvironmentHost(Protocol):
         ...
 
 
+class QuickCall(Protocol):
+    """A function call that runs: `FunctionHost.begin`."""
+
+    def let_go(self) -> None:
+        """Nobody wants its result: end it. Idempotent."""
+        ...
+
+
 class FunctionHost(Protocol):
     """Runs function calls. They have no state: nothing of one is left when its result is there, or nobody wants it."""
 
     def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
         """A result a call, its `value` as msgpack (`msgspec.Raw`). Closing it ends what still runs. Raises, before the
         first result, `EnvironmentNotFound`, `InvalidRequest`, `Unsupported`, `CreateFailed`, `QuotaExceeded`."""
+        ...
+
+    def begin(self, project: str, batch: FunctionBatch, told: Callable[[FunctionResult], None]) -> QuickCall | None:
+        """A batch of one call, begun in this step: `told` is called once, later, unless it is let go before. None where
+        it can't begin at once: `stream` takes it. Raises OSError, `EnvironmentNotFound`, `InvalidRequest`."""
         ...
 
 

@@ -34,7 +34,8 @@ from dsec.api.exchange import ClientGone, Exchange, Message, Receive, Scope, Sen
 from dsec.api.layers import Layers
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
-from dsec.api.quick import Lane
+from dsec.api.quick import COMMANDS, Door, Lane, ShortWay
+from dsec.api.quick_calls import CALLS, CallLane
 from dsec.api.sandboxfusion import Fusion, FusionConfig
 from dsec.api.swerex import Swerex
 from dsec.builder.service import BuildService
@@ -80,8 +81,13 @@ class Api:
         self._openapi = openapi.document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
-        self.lane = Lane(edge, edge, self.ports.target, self.metrics) if isinstance(edge, QuickEdge) else None
-        """The short way of short commands, for who reads requests off the sockets."""
+        self.lanes: dict[bytes, ShortWay] = {}
+        """Short ways for short requests, by what these begin with, for who reads requests off the sockets."""
+        door = Door(edge, self.ports.target)
+        if isinstance(edge, QuickEdge):
+            self.lanes[COMMANDS] = Lane(edge, edge, door, self.metrics)
+        if functions is not None:
+            self.lanes[CALLS] = CallLane(functions, door, self.metrics)
         self._e2b = E2b(edge, environments=environments, config=e2b, builder=builder)
         self._sessions = Sessions(edge)
         self._swerex = Swerex(edge, self._sessions)

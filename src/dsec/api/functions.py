@@ -21,6 +21,7 @@ from dsec.spec.functions import FunctionBatch, FunctionError, FunctionResult
 from dsec.wire import packed
 
 MSGPACK = b"application/msgpack"
+RESULTS = b"application/vnd.dsec.results"
 _LONG = 64 << 10
 """What is longer is looked at in a thread."""
 MAX_JSON_VALUE = 1 << 20
@@ -38,10 +39,13 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
     principal = x.owner()
     body = await x.body(MAX_BATCH_BYTES)
     binary = x.content_type == MSGPACK
-    batch = await _unpacked(body) if binary else x.decode(_JSON, body)
-    encode = _framed if binary else _line
+    if binary:
+        batch = await asyncio.to_thread(unpacked, body) if len(body) > _LONG else unpacked(body)
+    else:
+        batch = x.decode(_JSON, body)
+    encode = _frame if binary else _line
     results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch))
-    media = b"application/vnd.dsec.results" if binary else b"application/x-ndjson"
+    media = RESULTS if binary else b"application/x-ndjson"
     telling = asyncio.ensure_future(_tell(results, x, encode, media))
     gone = asyncio.ensure_future(x.next_message())
     try:
@@ -70,17 +74,23 @@ async def _tell(
     await x.finish()
 
 
-async def _unpacked(body: bytes) -> FunctionBatch:
+def unpacked(body: bytes) -> FunctionBatch:
+    """Of msgpack. Raises `InvalidRequest`."""
     try:
-        await asyncio.to_thread(packed.check, body) if len(body) > _LONG else packed.check(body)
+        packed.check(body)
         return _PACKED.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the body: {error}") from None
 
 
-async def _framed(result: FunctionResult) -> bytes:
+def framed(result: FunctionResult) -> bytes:
+    """A frame of `RESULTS`."""
     data = _packer.encode(result)
     return struct.pack("<I", len(data)) + data
+
+
+async def _frame(result: FunctionResult) -> bytes:
+    return framed(result)
 
 
 async def _line(result: FunctionResult) -> bytes:

@@ -70,7 +70,7 @@ class ServerMetrics:
         return [
             Family("dsec_build_info", "gauge", "The version that runs; always 1.", [Sample(1, build)]),
             one("dsec_http_requests_total", "counter", "Requests that were taken in.", self.requests),
-            one("dsec_http_quick_total", "counter", "Of those, commands answered by the short way.", self.quick),
+            one("dsec_http_quick_total", "counter", "Of those, answered by a short way.", self.quick),
             Family(
                 "dsec_http_errors_total",
                 "counter",

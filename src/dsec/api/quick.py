@@ -15,19 +15,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from dsec.api.exchange import run_of
 from dsec.api.exec import MAX_RELEASES, MEDIA, Started
 from dsec.api.metrics import ServerMetrics
-from dsec.edge.client import EdgeClient, Quick, QuickEdge
+from dsec.edge.client import EdgeClient, Principal, Quick, QuickEdge
 from dsec.edge.context import REQUEST_ID
 from dsec.errors import DsecError
 from dsec.spec.sandbox import ExecSpec
 from dsec.wire.exec_stream import ServerKind, encode
 
-BEGINS = b"POST /v1/sandboxes/"
+COMMANDS = b"POST /v1/sandboxes/"
 _HELD = b"/exec?hold_ms=1000 HTTP/1.1\r\n"
 _NOT_HELD = b"/exec?hold_ms=0 HTTP/1.1\r\n"
 _REQUEST = re.compile(
@@ -48,6 +49,45 @@ SOON_S = 0.75
 LOOK_S = 0.2
 _decode = msgspec.json.Decoder(ExecSpec).decode
 _json = msgspec.json.Encoder().encode
+
+
+class Held(Protocol):
+    """A request on a short way, whose answer comes later."""
+
+    def let_go(self) -> None:
+        """Nobody waits for it. Idempotent."""
+        ...
+
+
+class ShortWay(Protocol):
+    """Takes requests as they come from the socket, before anybody reads them as HTTP."""
+
+    def begin(self, request: bytes, answered: Callable[[bytes, bool], None]) -> Held | None:
+        """Begin a request that has come in one piece; None: it is for the ordinary way. `answered` is called once,
+        later: with the answer and True, or with the request that the ordinary way takes and False."""
+        ...
+
+
+class Door:
+    """Who may come in by the short ways."""
+
+    def __init__(self, edge: EdgeClient, is_port: Callable[[bytes], object]) -> None:
+        """`is_port`: something, or an error, for a host name that is a sandbox's port."""
+        self._edge = edge
+        self._is_port = is_port
+        self._host = b""
+        """The API's own name, as clients said it last."""
+
+    def admit(self, host: bytes, bearer: bytes, run: bytes | None) -> Principal | None:
+        """Who asks; None: this isn't for the API. Raises as the ordinary way does."""
+        if host != self._host:
+            if self._is_port(host) is not None:
+                return None
+            self._host = host
+        principal = self._edge.authenticate(bearer.decode("ascii"))
+        if run is not None:
+            self._edge.check_run(principal.project, *run_of(run))
+        return principal
 
 
 class Waiting:
@@ -105,25 +145,19 @@ class Waiting:
 
 
 class Lane:
-    """The short way into one edge. For the event loop."""
+    """The short way of commands into one edge: a `ShortWay`. For the event loop."""
 
-    def __init__(
-        self, edge: EdgeClient, quick: QuickEdge, is_port: Callable[[bytes], object], metrics: ServerMetrics
-    ) -> None:
-        """`is_port`: something, or an error, for a host name that is a sandbox's port."""
+    def __init__(self, edge: EdgeClient, quick: QuickEdge, door: Door, metrics: ServerMetrics) -> None:
         self._edge = edge
         self._quick = quick
-        self._is_port = is_port
+        self._door = door
         self.metrics = metrics
-        self._host = b""
-        """The API's own name, as clients said it last."""
         self._waiting: dict[Waiting, None] = {}
         """Oldest first."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, request: bytes, answered: Callable[[bytes, bool], None]) -> Waiting | None:
-        """Begin a request that has come in one piece; None: it is for the ordinary way. `answered` is called once,
-        later: with the answer and True, or with the request that the ordinary way takes and False."""
+        """See `ShortWay`."""
         found = _REQUEST.match(request) if len(request) <= MAX_REQUEST else None
         if found is None or found.end() + int(found[7]) != len(request):
             return None
@@ -131,16 +165,11 @@ class Lane:
         sandbox_id = raw_id.decode("ascii")
         loop = asyncio.get_running_loop()
         waiting = Waiting(self, request, request_id, answered, loop.time())
-        edge = self._edge
         try:
-            if host != self._host:
-                if self._is_port(host) is not None:
-                    return None
-                self._host = host
-            principal = edge.authenticate(bearer.decode("ascii"))
-            if run is not None:
-                edge.check_run(principal.project, *run_of(run))
-            edge.authorize(principal, sandbox_id)
+            principal = self._door.admit(host, bearer, run)
+            if principal is None:
+                return None
+            self._edge.authorize(principal, sandbox_id)
             spec = _decode(request[found.end() :])
             keys = release.decode("ascii").split(",")[:MAX_RELEASES] if release else ()
             token = REQUEST_ID.set(request_id.decode("ascii"))

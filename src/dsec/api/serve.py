@@ -12,7 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -23,7 +23,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from dsec.api.exchange import ABORT_EXTENSION, CORK_EXTENSION, READY_EXTENSION, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports.raw import RAW, RawConnection
-from dsec.api.quick import BEGINS, Lane, Waiting
+from dsec.api.quick import Held, ShortWay
 from dsec.errors import ErrorBody, Unavailable
 from dsec.kernel import heap
 
@@ -69,13 +69,13 @@ class CorkedTransport:
 
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with errors in our form, bounded headers, a way to cut an answer, and answers that leave
-    whole. Before uvicorn sees a request that comes in one piece, the short way of commands may take it (`_quick`)."""
+    whole. Before uvicorn sees a request that comes in one piece, a short way may take it (`_quick`)."""
 
     _header_bytes = 0
     _raw: RawConnection | None = None
     _between = True
     """The bytes that come next are a request's first: none is half read."""
-    _waiting: Waiting | None = None
+    _waiting: Held | None = None
     """A request on the short way; what comes behind it waits in `_behind`."""
     _behind = b""
     _shutting_down = False
@@ -130,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._waiting is not None:
             self._behind += data
             self.flow.pause_reading()
-        elif not (self._between and data.startswith(BEGINS) and self._quick(data)):
+        elif not (self._between and self._quick(data)):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -146,11 +146,12 @@ class HttpProtocol(HttpToolsProtocol):
     def _quick(self, data: bytes) -> bool:
         """Whether a request that begins here goes the short way. The answer before it has left whole."""
         api: Any = self.app
-        if api.lane is None or self._shutting_down or (self.cycle is not None and not self.cycle.response_complete):
+        lane = next((lane for begins, lane in api.lanes.items() if data.startswith(begins)), None)
+        if lane is None or self._shutting_down or (self.cycle is not None and not self.cycle.response_complete):
             return False
         if self.transport.is_closing():
             return False
-        self._waiting = api.lane.begin(data, self._answered)
+        self._waiting = lane.begin(data, self._answered)
         return self._waiting is not None
 
     def _answered(self, data: bytes, whole: bool) -> None:
@@ -276,8 +277,8 @@ class App(Protocol):
     @property
     def ports(self) -> Hosts: ...
     @property
-    def lane(self) -> Lane | None:
-        """The short way for short commands, which goes around `__call__`."""
+    def lanes(self) -> Mapping[bytes, ShortWay]:
+        """Short ways for short requests, by what these begin with. They go around `__call__`."""
         ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...

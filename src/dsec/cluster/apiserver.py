@@ -21,7 +21,7 @@ from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange, Receive, Sc
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.api.metrics import ServerMetrics, exposition
 from dsec.api.ports.hosts import find_any
-from dsec.api.quick import Lane
+from dsec.api.quick import ShortWay
 from dsec.cluster.creating import Creations
 from dsec.cluster.fanout import NDJSON, Fanout, edge_for
 from dsec.cluster.keys import Keys as KeyStore
@@ -71,7 +71,7 @@ class ClusterApi:
         self._runs = runs
         self.metrics = ServerMetrics(version)
         self.ports = _NoPorts()
-        self.lane: Lane | None = None
+        self.lanes: dict[bytes, ShortWay] = {}
         self._turn = 0
         self._own: dict[str, Callable[[Exchange, str], Awaitable[None]]] = {
             "sandboxes": self._sandboxes,

@@ -7,6 +7,7 @@ apiserver which went elsewhere with it never has it in two places.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from urllib.parse import parse_qs
 
 import msgspec
@@ -15,7 +16,7 @@ from dsec.api.app import Api
 from dsec.api.exchange import Exchange, Message, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
 from dsec.api.ports import PortProxy
-from dsec.api.quick import Lane
+from dsec.api.quick import ShortWay
 from dsec.cluster.member import Membership
 from dsec.cluster.wire import BEARER, ORDER_S, REFUSED, RUN, RunNews
 from dsec.edge.node import Edge
@@ -45,8 +46,8 @@ class Gate:
         return self._api.metrics
 
     @property
-    def lane(self) -> Lane | None:
-        return self._api.lane
+    def lanes(self) -> Mapping[bytes, ShortWay]:
+        return self._api.lanes
 
     @property
     def ports(self) -> PortProxy:

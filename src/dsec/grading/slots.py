@@ -37,14 +37,19 @@ class Slots:
                 await ticket.ready
         except (asyncio.CancelledError, TimeoutError):
             if not self._turns.forget(caller, ticket) and not ticket.ready.cancelled():
-                self._free(caller)  # it was given in the same moment
+                self.free(caller)  # it was given in the same moment
             raise
         try:
             yield
         finally:
-            self._free(caller)
+            self.free(caller)
 
-    def _free(self, caller: Path) -> None:
+    def take_free(self, caller: Path) -> bool:
+        """Hold a place where one is free, to be given back by `free`; False: none is."""
+        return self._turns.take(caller)
+
+    def free(self, caller: Path) -> None:
+        """Give a place back."""
         self._turns.free(caller)
         self._call()
 

@@ -74,12 +74,26 @@ class Turns(Generic[T]):
                 return None
             level = min(ready, key=lambda each: (each.held, each.last))
             levels.append(level)
+        self._count(levels)
+        return level.waiting.popleft()
+
+    def take(self, caller: Path) -> bool:
+        """A place without a ticket, where one is free and nobody waits."""
+        if self.held >= self.places or self._top.has_waiting():
+            return False
+        level, levels = self._top, []
+        for name in caller:
+            level = level.below.setdefault(name, _Level(self._given - 1))
+            levels.append(level)
+        self._count(levels)
+        return True
+
+    def _count(self, levels: list[_Level[T]]) -> None:
         self._given += 1
         self.held += 1
         for each in levels:
             each.held += 1
             each.last = self._given
-        return level.waiting.popleft()
 
     def free(self, caller: Path) -> None:
         """A place that was given is free again."""

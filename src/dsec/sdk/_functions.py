@@ -13,12 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from dsec.errors import DsecError, InvalidRequest, PlatformError
-from dsec.sdk._answers import cut_errors
+from dsec.sdk._answers import Answer, cut_errors
 from dsec.sdk._transport import Retry, Transport
 from dsec.spec.causes import Cause
 from dsec.spec.functions import FunctionBatch, FunctionCall, FunctionError, FunctionResult, FunctionSpec
 from dsec.wire import packed
 
+_PATH = "/v1/functions"
 _PACKED = {"Content-Type": "application/msgpack"}
 _BY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*")
 _MOST_AT_ONCE = 2000
@@ -173,11 +174,10 @@ async def _results(
             body = msgspec.msgpack.encode(batch, enc_hook=_plain)
         except (TypeError, OverflowError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the arguments: {error}", field="args") from None
-        response = await transport.open("POST", transport.url("/v1/functions"), body=body, headers=_PACKED, retry=retry)
+        answer = await transport.send("POST", transport.url(_PATH), body=body, headers=_PACKED, retry=retry)
         told: set[int] = set()
         try:
-            while head := await _exactly(response.content, _LENGTH.size):
-                data = await _exactly(response.content, _LENGTH.unpack(head)[0])
+            async for data in _frames(answer):
                 result = _decoded(data)
                 told.add(left[result.index])
                 retry = Retry(transport)
@@ -188,20 +188,24 @@ async def _results(
         else:
             return
         finally:
-            response.close()
+            answer.close()
 
 
-async def _exactly(content: Any, size: int) -> bytes:
-    """So many bytes; b"" at the end. Raises ConnectionError where it ends within."""
+async def _frames(answer: Answer) -> AsyncIterator[bytes]:
+    """What each frame holds. Raises ConnectionError where the answer ends within one."""
     data = bytearray()
-    while len(data) < size:
-        part: bytes = await content.read(size - len(data))
-        if not part and not data:
-            return b""
-        if not part:
-            raise ConnectionResetError("the answer was cut")
+    while part := await answer.read_some():
         data += part
-    return bytes(data)
+        at = 0
+        while len(data) - at >= _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
+            if end > len(data):
+                break
+            yield bytes(data[at + _LENGTH.size : end])
+            at = end
+        del data[:at]
+    if data:
+        raise ConnectionResetError("the answer was cut")
 
 
 class _Unread(FunctionResult, frozen=True, kw_only=True, omit_defaults=True):

@@ -30,6 +30,11 @@ LANE_SHAPE = Shape(memory_bytes=512 * MIB, cpus=1.0, pids=64)
 TMPFS_MIB = 256
 IMPORTS_S = 120.0
 READY_S = 30.0
+AHEAD = 2
+"""Lanes that a jail has from its beginning, and keeps where nobody calls, each with a worker that waits."""
+_MORE = 2 * (os.cpu_count() or 1)
+"""Cells that are made beyond those that somebody waits for, while calls follow one another: most of the time that
+making one takes is waiting, for other processors and until the kernel has let go of the last one."""
 _FDS_SPACE = socket.CMSG_SPACE(messages.MAX_FDS * array.array("i").itemsize)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _SAID_BYTES = 8192
@@ -51,6 +56,8 @@ class FunctionJail:
         self._channel = channel
         self._lanes: list[Lane] = []
         self._ready: deque[Lane] = deque()
+        self._resting: list[Lane] = []
+        """Without a cell, until they are needed."""
         self._waiting: deque[asyncio.Future[Lane]] = deque()
         self._preparing = 0
         self._up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -127,7 +134,7 @@ class FunctionJail:
         self._check()
         if self._ready:
             return self._ready.popleft()
-        if self._preparing <= len(self._waiting):
+        if self._preparing <= len(self._waiting) + _MORE:
             self.add_lane()
         future: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
@@ -142,6 +149,10 @@ class FunctionJail:
                 self._offer(future.result())
             raise
 
+    def take_ready(self) -> Lane | None:
+        """As `take`; None where nothing waits."""
+        return self._ready.popleft() if self._ready and self.broken is None else None
+
     def give(self, lane: Lane) -> None:
         """The call is over: end what is left of it, and make the next cell."""
         if self.broken is None:
@@ -149,6 +160,9 @@ class FunctionJail:
 
     def add_lane(self) -> None:
         """One more, with its first cell. Nothing where there are as many as there may be."""
+        if self._resting:
+            self._prepare(self._resting.pop())
+            return
         if len(self._lanes) >= messages.LANES or self.broken is not None:
             return
         index = len(self._lanes)
@@ -165,6 +179,14 @@ class FunctionJail:
             for fd in groups:
                 os.close(fd)
         self._prepare(lane)
+
+    def rest(self) -> None:
+        """Nobody has called for a while: end the cells that a few calls at a time don't need."""
+        while len(self._ready) > AHEAD and self.broken is None:
+            lane = self._ready.pop()
+            lane.drop()
+            self._send(Message(Kind.STOP, lane.index))
+            self._resting.append(lane)
 
     async def directory(self, lane: Lane) -> int:
         """A descriptor of the /tmp of the lane's cell; the caller closes it. What is in it is hostile. Raises

@@ -25,6 +25,10 @@ MESSAGE = struct.Struct("<IIIi")
 MAX_TEXT = 60000
 MAX_DEPTH = 200
 OURS = sys._getframe().f_code.co_filename
+WITHHELD = []
+"""What `threading` and `random` want to run in each child: half of a fork's cost."""
+TO_RUN = []
+"""What has to run in each worker all the same."""
 
 
 class Refused(Exception):
@@ -118,8 +122,10 @@ def pack(value, out, limit, depth=0):
 def serve_call():
     """Wait for the call, run it, answer it. Does not return."""
     os.chdir("/tmp")
-    if "numpy.random" in sys.modules:  # by a number: entropy of its own choice costs a tenth of a call
-        sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4), "little"))
+    for hook in TO_RUN:
+        hook()
+    for hook in WITHHELD:  # for what a call forks
+        os.register_at_fork(after_in_child=hook)
     size = struct.unpack("<I", receive(4))[0]
     call = marshal.loads(receive(size))
     if call["compile"]:
@@ -290,11 +296,14 @@ def exit_code(error):
 
 def import_all(names):
     """Why it can't serve, or ""."""
+    register = os.register_at_fork
+    os.register_at_fork = withholding(register)
     for name in names:
         try:
             importlib.import_module(name)
         except BaseException as error:
             return f"import {name}: {traceback_of(error)[-8000:]}"
+    os.register_at_fork = register
     with open("/proc/self/maps") as maps:
         for line in maps:
             parts = line.split(None, 5)
@@ -303,11 +312,59 @@ def import_all(names):
     return ""
 
 
+def withholding(register):
+    def register_at_fork(**hooks):
+        if sys._getframe(1).f_globals.get("__name__") in ("threading", "random"):
+            WITHHELD.append(hooks["after_in_child"])
+        else:
+            register(**hooks)
+
+    return register_at_fork
+
+
+def settle_hooks(warm):
+    """Decide what of the withheld must run in each worker: nothing, where this is the only thread, and where the native
+    part can give the random generators states of their own."""
+    threading, random, numpy = (sys.modules.get(name) for name in ("threading", "random", "numpy.random"))
+    if threading is not None and len(os.listdir("/proc/self/task")) > 1:
+        TO_RUN.append(threading._after_fork)
+    if random is not None:
+        random.seed()
+        state, address = random.getstate()[1], id(random._inst) + object.__basicsize__
+        packed = struct.pack("=i624I", state[-1], *state[:-1])
+        if type(random._inst).__basicsize__ < object.__basicsize__ + len(packed) or not (
+            ctypes.string_at(address, len(packed)) == packed and warm.warm_generator(address + 4, address)
+        ):
+            TO_RUN.append(random.seed)
+    if numpy is not None:
+        numpy.seed(int.from_bytes(os.urandom(4), "little"))
+        state, address = numpy.get_state(), state_of(numpy)
+        packed = state[1].tobytes() + struct.pack("=i", state[2])
+        if (
+            not address
+            or ctypes.string_at(address, len(packed)) != packed
+            or not warm.warm_generator(address, address + 2496)
+        ):
+            TO_RUN.append(numpy.seed)
+
+
+def state_of(numpy):
+    """The address of numpy's Mersenne Twister, or 0."""
+    try:
+        generator = numpy.mtrand._rand._bit_generator
+        return generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
+    except AttributeError:  # of another version
+        return 0
+
+
 def main():
     warm = ctypes.PyDLL(f"/proc/self/fd/{WARM}")
     os.close(WARM)
     ctypes.CDLL(None).prctl(15, b"dsec-warm", 0, 0, 0)
+    warm.warm_generator.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     failed = import_all(sys.argv[1:])
+    if not failed:
+        settle_hooks(warm)
     gc.collect()
     gc.freeze()
     os.write(PARENT, MESSAGE.pack(UP, 0, 0, 0) + failed.encode("utf-8", "replace"))

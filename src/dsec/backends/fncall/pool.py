@@ -15,15 +15,13 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from dsec.backends.fncall.host import JailHost
-from dsec.backends.fncall.jail import SHAPE, FunctionJail
+from dsec.backends.fncall.jail import AHEAD, SHAPE, FunctionJail
 from dsec.errors import DsecError, QuotaExceeded
 from dsec.ports import Clock
 
 log = logging.getLogger(__name__)
 
 MOST_JAILS = 16
-AHEAD = 2
-"""Lanes that a jail has from its beginning, each with a worker that waits."""
 IDLE_S = 300.0
 _SWEEP_S = 15.0
 PARENT_ENV = {
@@ -81,6 +79,14 @@ class Jails:
         jail = self._jails.get(key)
         if jail is None or jail.broken is not None:
             jail = await self._made(key)
+        jail.users += 1
+        return jail
+
+    def use_ready(self, key: Key) -> FunctionJail | None:
+        """As `use`; None where none is there."""
+        jail = self._jails.get(key)
+        if jail is None or jail.broken is not None:
+            return None
         jail.users += 1
         return jail
 
@@ -158,8 +164,12 @@ class Jails:
     async def _sweep(self) -> None:
         while True:
             await self._clock.sleep(_SWEEP_S)
-            before = self._clock.monotonic() - self._idle_s
+            now = self._clock.monotonic()
             for key, jail in list(self._jails.items()):
-                if not jail.users and (jail.used_at < before or jail.broken is not None):
+                if jail.users:
+                    continue
+                if jail.used_at < now - self._idle_s or jail.broken is not None:
                     with contextlib.suppress(DsecError):
                         self._end(key)
+                elif jail.used_at < now - _SWEEP_S:
+                    jail.rest()

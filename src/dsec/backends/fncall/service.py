@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
+from dsec.backends.fncall.at_once import CallAtOnce
 from dsec.backends.fncall.pool import Jails, Key
 from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.run import Ended, Run
@@ -122,6 +123,39 @@ class FunctionService:
             await asyncio.gather(*workers, return_exceptions=True)
             everything.cancel()
 
+    def begin(self, project: str, batch: FunctionBatch, told: Callable[[FunctionResult], None]) -> CallAtOnce | None:
+        """See `ports.FunctionHost`."""
+        spec = batch.function
+        if spec.language is not Language.PYTHON or len(batch.calls) != 1:
+            return None
+        check(batch)
+        key = self._jails.key(project, spec.environment, spec.imports)
+        code = self._codes.get((key, spec.name, spec.source), b"")
+        if spec.source and not code:
+            return None
+        payload = _payload(_base(spec, code), spec, batch.calls[0])
+        caller: Path = (project, next(self._numbers))
+
+        def done(future: asyncio.Future[Ended]) -> None:
+            error = future.exception()
+            told(_failed(0, error) if isinstance(error, DsecError) else _result(0, spec, future.result()))
+
+        with contextlib.ExitStack() as held:
+            jail = self._jails.use_ready(key)
+            if jail is None:
+                return None
+            held.callback(self._jails.left, jail)
+            if not self._slots.take_free(caller):
+                return None
+            held.callback(self._slots.free, caller)
+            lane = jail.take_ready()
+            if lane is None:
+                return None
+            held.callback(jail.give, lane)
+            run = Run(lane, payload, spec.limits, answers=bool(spec.name))
+            held.callback(run.stop)
+            return CallAtOnce(run, done, held.pop_all())
+
     async def call(self, project: str, spec: FunctionSpec, call: FunctionCall) -> FunctionResult:
         """One call, as `stream`."""
         results = cast(
@@ -137,15 +171,7 @@ class FunctionService:
         if spec.language is Language.PYTHON:
             key = self._jails.key(project, spec.environment, spec.imports)
             self._jails.left(await self._jails.use(key))  # so that what is wrong with it is told at once
-            base: dict[str, Any] = {
-                "source": spec.source,
-                "name": spec.name,
-                "take": spec.take,
-                "env": spec.env,
-                "limit": spec.limits.result_bytes,
-                "compile": False,
-                "code": await self._code(caller, key, spec, count),
-            }
+            base = _base(spec, await self._code(caller, key, spec, count))
 
             async def warm(index: int, call: FunctionCall) -> FunctionResult:
                 return await self._warm(index, key, spec, _payload(base, spec, call))
@@ -354,6 +380,18 @@ def check(batch: FunctionBatch) -> None:
         for call in batch.calls:
             if call.args or call.kwargs:
                 raise InvalidRequest("a program takes stdin and files, not arguments", field="args")
+
+
+def _base(spec: FunctionSpec, code: bytes) -> dict[str, Any]:
+    return {
+        "source": spec.source,
+        "name": spec.name,
+        "take": spec.take,
+        "env": spec.env,
+        "limit": spec.limits.result_bytes,
+        "compile": False,
+        "code": code,
+    }
 
 
 def _payload(base: dict[str, Any], spec: FunctionSpec, call: FunctionCall) -> bytes:
