@@ -26,6 +26,7 @@ static const struct rule RULES[256] = {
     [DSEC_HOLD] = {0, true, 8, 8},
     [DSEC_CONFIGURE] = {0, true, 0, DSEC_MAX_PAYLOAD},
     [DSEC_WARM] = {0, true, 0, DSEC_MAX_PAYLOAD},
+    [DSEC_HALT] = {0, true, 0, 0},
 
     [DSEC_WELCOME] = {0, true, 24, 24},
     [DSEC_OPSTATE] = {0, true, 0, DSEC_MAX_PAYLOAD},

@@ -45,6 +45,11 @@
  * knows and whose first byte is none of its others, then HELLO, and no more until WELCOME came. Wherever the guest finds the token, the
  * channel before it is over, half a frame with it; after an end of the stream or an error it drops everything up to it. The edge drops what
  * comes before the WELCOME that has its own incarnation.
+ *
+ * FORKS. A machine that is copied while it runs goes on in its children as its parent's guest, token and all. Who makes a child sends that
+ * token, then CONFIGURE as to a clone, with a random number as its op: CONFIGURED or REFUSED have the same, so that they can be told from
+ * the rest of what the parent's guest had to say. Operations go on. Instead of it HALT may come, before or after HELLO: the machine stops all
+ * programs, writes everything to its disk and shuts down.
  */
 #ifndef DSEC_WIRE_H
 #define DSEC_WIRE_H
@@ -78,9 +83,10 @@ enum dsec_frame {
                               channels), 0: it goes on. No timeout passes meanwhile, and wall_us doesn't count that time. In a virtual
                               machine, whose clock is another, the number says only whether */
     DSEC_CONFIGURE = 10,   /* a virtual machine's first frame, before HELLO: fields TOKEN, CLOCK_NS, SEED, HOSTNAME, MACHINE_ID,
-                              PIDS, SPAWN_FLAGS -> CONFIGURED, or REFUSED */
+                              PIDS, SPAWN_FLAGS -> CONFIGURED, or REFUSED. To a fork's child: see FORKS */
 
     DSEC_WARM = 11,        /* before CONFIGURE: PATH of a file that is to be in memory, any number -> READY */
+    DSEC_HALT = 12,        /* a virtual machine: write everything down and shut down; see FORKS */
 
     /* guest -> edge */
     DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */

@@ -352,8 +352,18 @@ static int on_stdin(const struct dsec_header *header, const uint8_t *payload) {
     return 0;
 }
 
+static int on_configure(const struct dsec_header *header, const uint8_t *payload) {
+    const char *what;
+    uint8_t took[8];
+    int error = vm_become(payload, header->size, took, &what);
+    if (error) channel_refuse(header->op, error, what);
+    else answer(DSEC_CONFIGURED, header->op, took, sizeof took);
+    return 0;
+}
+
 static int on_frame(const struct dsec_header *header, uint8_t *payload) {
-    if (!channel.greeted && header->type != DSEC_HELLO) return -EPROTO;
+    bool to_copy = token.there && (header->type == DSEC_CONFIGURE || header->type == DSEC_HALT);
+    if (!channel.greeted && header->type != DSEC_HELLO && !to_copy) return -EPROTO;
     struct op *op = op_find(header->op);
     switch (header->type) {
     case DSEC_HELLO: return on_hello(payload);
@@ -363,6 +373,8 @@ static int on_frame(const struct dsec_header *header, uint8_t *payload) {
     case DSEC_SIGNAL: op_signal(op, header->op, get_u32(payload), get_u32(payload + 4)); return 0;
     case DSEC_RESIZE: op_resize(op, header->op, get_u16(payload), get_u16(payload + 2)); return 0;
     case DSEC_HOLD: ops_hold(get_u64(payload)); return 0;
+    case DSEC_CONFIGURE: return to_copy && !channel.greeted ? on_configure(header, payload) : -EPROTO;
+    case DSEC_HALT: return to_copy ? vm_write_down() : -EPROTO;
     case DSEC_RELEASE:
         if (op) op_release(op);
         return 0;

@@ -224,6 +224,8 @@ int terminal_take(uid_t owner);        /* in the child, the leader of a new sess
 
 void vm_boot(void);     /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP */
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
+int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of a fork's child. 0, or a negative errno at `what` */
+int vm_write_down(void); /* HALT: doesn't return */
 _Noreturn void vm_halt(void);
 
 /* --- cgroup.c ------------------------------------------------------------------------------------------------------------------ */

@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <linux/random.h>
 #include <net/if.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -281,7 +282,7 @@ static int parse(struct configuration *found, const uint8_t *data, size_t size) 
     return error ? error : found->has_token && found->seed_size && found->clock_ns ? 0 : -EPROTO;
 }
 
-static void renew_random(const struct configuration *is) {
+static int renew_random(const struct configuration *is) {
     union {
         struct rand_pool_info info;
         uint8_t space[sizeof(struct rand_pool_info) + sizeof is->seed];
@@ -289,15 +290,25 @@ static void renew_random(const struct configuration *is) {
     pool.info.entropy_count = (int)is->seed_size * 8;
     pool.info.buf_size = (int)is->seed_size;
     memcpy(pool.info.buf, is->seed, is->seed_size);
-    if (ioctl(urandom, RNDADDENTROPY, &pool) || ioctl(urandom, RNDRESEEDCRNG)) refuse("renew the random state", errno);
-    close(urandom);
+    int error = ioctl(urandom, RNDADDENTROPY, &pool) || ioctl(urandom, RNDRESEEDCRNG) ? -errno : 0;
+    drop(&urandom);
+    return error;
 }
 
-static void set_names(const struct configuration *is) {
-    if (sethostname(is->hostname, strlen(is->hostname))) refuse("set the host name", errno);
-    if (machine_id < 0) return; /* an image that has none gets none */
-    dprintf(machine_id, "%s\n", is->machine_id);
-    close(machine_id);
+/* 0, or a negative errno at `what`. */
+static int become(const struct configuration *is, const char **what) {
+    struct timespec now = {(time_t)(is->clock_ns / NANOSECONDS), (long)(is->clock_ns % NANOSECONDS)};
+    *what = "set the clock";
+    if (clock_settime(CLOCK_REALTIME, &now)) return -errno;
+    *what = "renew the random state";
+    int error = renew_random(is);
+    if (error) return error;
+    *what = "set the host name";
+    if (sethostname(is->hostname, strlen(is->hostname))) return -errno;
+    if (machine_id >= 0) dprintf(machine_id, "%s\n", is->machine_id); /* an image that has none gets none */
+    drop(&machine_id);
+    channel_token(is->token);
+    return 0;
 }
 
 static void set_limits(const struct configuration *is) {
@@ -313,17 +324,36 @@ static void set_limits(const struct configuration *is) {
 
 static void configure(const uint8_t *payload, size_t size) {
     static struct configuration is;
+    const char *what = "CONFIGURE has a field that is missing or wrong";
     uint64_t begin = now_ns();
     int error = parse(&is, payload, size);
-    if (error) refuse("CONFIGURE has a field that is missing or wrong", -error);
-    struct timespec now = {(time_t)(is.clock_ns / NANOSECONDS), (long)(is.clock_ns % NANOSECONDS)};
-    if (clock_settime(CLOCK_REALTIME, &now)) refuse("set the clock", errno);
-    renew_random(&is);
-    set_names(&is);
+    if (!error) error = become(&is, &what);
+    if (error) refuse(what, -error);
     set_limits(&is);
-    channel_token(is.token);
     memset(&is, 0, sizeof is);
     put_ns(DSEC_CONFIGURED, now_ns() - begin);
+}
+
+int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what) {
+    struct configuration is = {0};
+    uint64_t begin = now_ns();
+    struct stat st;
+    *what = "CONFIGURE has a field that is missing or wrong";
+    int error = parse(&is, payload, size);
+    if (error) return error;
+    urandom = open("/dev/urandom", O_RDWR | O_NONBLOCK | O_CLOEXEC); /* whatever root inside has made of these */
+    machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    if (machine_id >= 0 && (fstat(machine_id, &st) || !S_ISREG(st.st_mode))) drop(&machine_id);
+    error = become(&is, what);
+    drop(&urandom);
+    drop(&machine_id);
+    put_u64(took, now_ns() - begin);
+    return error;
+}
+
+int vm_write_down(void) {
+    kill(-1, SIGSTOP);
+    vm_halt();
 }
 
 /* Reads a file, so that every clone finds it in memory, which it then shares with the others. */

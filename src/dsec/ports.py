@@ -303,9 +303,10 @@ class Backend(Protocol):
         """Raise `Unsupported`, `InvalidRequest` or `EnvironmentNotFound` for what can't work here. No I/O."""
         ...
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         """Choose names for everything that `create` is going to make. Makes nothing; no I/O. `tenant`: a small number
-        of the project; sandboxes of different ones share no user id of the host."""
+        of the project; sandboxes of different ones share no user id of the host. `capture`: it begins with what was
+        kept by this name (`CaptureHost`, `ForkHost`)."""
         ...
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> Instance:
@@ -383,12 +384,27 @@ class CaptureHost(Protocol):
     begin with, or to be made a layer."""
 
     async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
-        """Keep them until `drop`; the sandbox stands still for milliseconds, a paused one isn't resumed. A `reserve`d
-        handle with `capture` set to its name makes a sandbox that begins with them. Raises `Unavailable`."""
+        """Keep them until `drop`; the sandbox stands still for milliseconds, a paused one isn't resumed. Raises
+        `Unavailable`."""
         ...
 
     async def drop(self, name: str) -> None:
         """Idempotent. What is still there when the backend opens is dropped."""
+        ...
+
+
+@runtime_checkable
+class ForkHost(Protocol):
+    """What a `CaptureHost` may be besides: one whose sandboxes can be copied with all that runs in them."""
+
+    async def split(self, sandbox_id: str, handle: Handle) -> str:
+        """Keep memory and disk as they are until `drop`, as a name for `reserve`; the sandbox stands still for some
+        tens of milliseconds, a paused one isn't resumed. What is made of it is somebody else from the begin. Raises
+        `Unavailable`, `Unsupported`."""
+        ...
+
+    async def drop(self, name: str) -> None:
+        """As in `CaptureHost`."""
         ...
 
 

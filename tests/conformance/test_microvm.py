@@ -40,8 +40,8 @@ class KeptBackend(MicroVmBackend):
         self.handles = dict(known)
         return await super().open(known)
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
-        handle = self.handles[sandbox_id] = super().reserve(sandbox_id, spec, tenant)
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
+        handle = self.handles[sandbox_id] = super().reserve(sandbox_id, spec, tenant, capture)
         return handle
 
     async def close(self, *, keep: bool) -> None:

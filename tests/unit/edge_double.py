@@ -119,7 +119,7 @@ class FaultyBackend:
     def check(self, spec: SandboxSpec) -> None:
         pass
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         return {"names": sandbox_id}
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> Double:

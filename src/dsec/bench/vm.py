@@ -24,6 +24,7 @@ from msgspec import Struct
 from dsec.app import open_host, open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.bench.output import say, write_result
+from dsec.bench.vm_fork import forks
 from dsec.configuration import Config, read_config
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
@@ -109,6 +110,7 @@ async def measure(spec: SandboxSpec, count: int, state: Path | None) -> dict[str
         result |= {"clone_p50_ms": round(clone_ms, 1), "boot_ms": round(boot_ms, 1)}
         result |= {"clone_vs_boot": round(boot_ms / clone_ms, 2), "clones_per_s": await _rate(machines, count)}
         result |= await _idle_and_paused(machines, min(count, 8))
+        result |= await forks(machines.backend, spec, min(count, 5), _mib_of)
     async with _machines(spec, state, spare=1) as machines:
         result["pool_claim_ms"] = await _claims(machines, count)
     return result
@@ -214,9 +216,13 @@ async def _timed(made: Made) -> float:
 
 
 def _own_mib(made: Made) -> float:
+    return _mib_of(made.instance)
+
+
+def _mib_of(instance: MachineInstance) -> float:
     """Memory that only this machine has."""
     total = 0
-    for pid in paging.pids_in(made.instance.machine.slot):
+    for pid in paging.pids_in(instance.machine.slot):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith(("Private_Clean:", "Private_Dirty:")):
                 total += int(line.split()[1])

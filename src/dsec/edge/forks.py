@@ -1,15 +1,16 @@
 """Forks: children that begin with their parent's files, each somebody of its own; and captures for snapshots.
 
 Invariants: all children of one call begin with the same moment; a child's id, host name, tokens and machine id are its
-own, its processes are new (a container's memory is not kept); a paused parent isn't resumed; a capture is dropped when
-nobody needs it any more, also when its caller went away.
+own; a container's child has new processes (its memory is not kept), a machine's goes on with its parent's, the commands
+that the server started among them, under the same keys; a paused parent isn't resumed; a capture is dropped when nobody
+needs it any more, also when its caller went away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -23,7 +24,7 @@ from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks, log
 from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, Unsupported
 from dsec.journal.records import Record
-from dsec.ports import Captured, CaptureHost
+from dsec.ports import Captured, CaptureHost, ForkHost
 from dsec.spec.events import EventType
 from dsec.spec.sandbox import State
 
@@ -34,10 +35,12 @@ _MACHINE_ID = b"/etc/machine-id"
 class Forks:
     """For the event loop."""
 
-    def __init__(self, *, lives: Lives, naming: Naming, tasks: Tasks) -> None:
+    def __init__(self, *, lives: Lives, naming: Naming, tasks: Tasks, adopt: Callable[[Sandbox], None]) -> None:
+        """`adopt`: take over the commands that run in a sandbox."""
         self._lives = lives
         self._naming = naming
         self._tasks = tasks
+        self._adopt = adopt
 
     @asynccontextmanager
     async def captured(self, sandbox: Sandbox) -> AsyncIterator[Captured]:
@@ -66,9 +69,9 @@ class Forks:
         return await asyncio.shield(self._tasks.spawn(self._fork(sandbox, count, deadline_s)))
 
     async def _fork(self, sandbox: Sandbox, count: int, deadline_s: float | None) -> list[BatchItem]:
-        async with self.captured(sandbox) as captured:
-            parent = sandbox.record
-            making = [self._child(parent, captured, deadline_s) for _ in range(count)]
+        parent = sandbox.record
+        async with self._moment(sandbox) as name:
+            making = [self._child(parent, name, deadline_s) for _ in range(count)]
             made = await asyncio.gather(*making, return_exceptions=True)
         items = []
         for index, each in enumerate(made):
@@ -82,11 +85,29 @@ class Forks:
         self._lives.notes.events.add(parent.id, EventType.FORKED, {"children": children})
         return items
 
-    async def _child(self, parent: Record, captured: Captured, deadline_s: float | None) -> Created:
-        created = await asyncio.shield(self._naming.clone(parent, captured.name, deadline_s))
+    @asynccontextmanager
+    async def _moment(self, sandbox: Sandbox) -> AsyncIterator[str]:
+        """A name of it as it is now: with all that runs in it, or of its files alone."""
+        backend = sandbox.backend
+        if not isinstance(backend, ForkHost):
+            async with self.captured(sandbox) as captured:
+                yield captured.name
+            return
+        sandbox.here()
+        name = await backend.split(sandbox.id, sandbox.record.handle)
+        try:
+            yield name
+        finally:
+            await asyncio.shield(backend.drop(name))
+
+    async def _child(self, parent: Record, name: str, deadline_s: float | None) -> Created:
+        created = await asyncio.shield(self._naming.clone(parent, name, deadline_s))
         child = self._lives.sandboxes.get(created.sandbox.id)
         if child is not None and child.state is State.RUNNING:
-            await self._renew_machine_id(child)
+            if isinstance(child.backend, ForkHost):
+                self._adopt(child)
+            else:
+                await self._renew_machine_id(child)
             self._lives.notes.events.add(child.id, EventType.FORKED, {"parent": parent.id})
         return created
 

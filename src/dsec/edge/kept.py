@@ -65,7 +65,8 @@ class Kept(Protocol):
 
     async def fork(self, sandbox_id: str, count: int, *, deadline_s: float | None = None) -> list[BatchItem]:
         """Children that begin with its files as they are now, and with its spec (but `name` and `hostname`); each with
-        an id, host name, machine id and token of its own and with fresh processes. A paused one isn't resumed. An item
+        an id, host name, machine id and token of its own; with fresh processes, or where the backend copies memory
+        with its own. A paused one isn't resumed. An item
         each, with a sandbox or an error. Raises `Unsupported`, `InvalidRequest`, `Unavailable`."""
         ...
 

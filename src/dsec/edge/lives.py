@@ -162,9 +162,7 @@ class Lives:
 
     async def _make(self, sandbox: Sandbox) -> tuple[Instance, float]:  # and how long it took to put it on record
         record, backend = sandbox.record, sandbox.backend
-        handle = backend.reserve(record.id, record.spec, self._tenant(record.project))
-        if sandbox.capture:
-            handle["capture"] = sandbox.capture
+        handle = backend.reserve(record.id, record.spec, self._tenant(record.project), sandbox.capture)
         sandbox.record = record = replace(record, handle=handle)
         began = self._clock.monotonic()
         await self.notes.begin(record, again=sandbox.again)

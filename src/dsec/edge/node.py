@@ -126,9 +126,9 @@ class Edge(KeptCalls, FileCalls, Clustered):
             config=config,
             tasks=tasks,
         )
-        self._forks = Forks(lives=self._lives, naming=self._naming, tasks=tasks)
         recording = Recording(trajectories, config)
         self._commands = Commands(lives=self._lives, clock=clock, config=config, tasks=tasks, recording=recording)
+        self._forks = Forks(lives=self._lives, naming=self._naming, tasks=tasks, adopt=self._commands.adopt)
         self._observer = Observer(lives=self._lives, backends=self._backends)
         self._access = Access(journal, clock, self._record, state.key, registry=egress.registry, policy=key_policy)
         self._started_at = clock.now()

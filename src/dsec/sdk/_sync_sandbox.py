@@ -213,8 +213,9 @@ class Sandbox(Wrapper):
         self, count: int = 1, *, deadline_s: float | None = None, request_timeout_s: float | None = None
     ) -> Sequence[Sandbox]:
         """Children that begin with its files as they are now and with its spec (but `name` and `hostname`), all of them
-        or none: each with an id, host name, machine id and tokens of its own. Their processes are new; memory is not
-        kept. It may be paused, and stays so. Not repeated where the connection breaks (`OutcomeUnknown`). Needs an API
+        or none: each with an id, host name, machine id and tokens of its own. A container's child has new processes;
+        a microVM's goes on with all that runs in its parent, its commands (`commands.attach`) too. It may be paused,
+        and stays so. Not repeated where the connection breaks (`OutcomeUnknown`). Needs an API
         key."""
         return [
             Sandbox(each)

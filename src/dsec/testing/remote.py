@@ -429,7 +429,7 @@ class RemoteBackend:
     def check(self, spec: SandboxSpec) -> None:
         """The server checks when it creates."""
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         return {}
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> RemoteInstance:

@@ -49,6 +49,8 @@ class Start(Struct, frozen=True, kw_only=True):
     with the file until it is written to, and the file stays as it is."""
     initramfs: int | None = None
     state: int | None = None
+    devices_only: bool = False
+    """`state` is of `VmmControl.split`."""
 
 
 class Command(Struct, frozen=True):
@@ -80,6 +82,19 @@ class VmmControl(Protocol):
 
     async def save(self, state: int) -> None:
         """Stop the machine, and write everything but its memory's content to a descriptor."""
+        ...
+
+    async def stop(self) -> None:
+        """Have the machine stand still."""
+        ...
+
+    async def split(self, state: int) -> None:
+        """The same as `save` of a machine that stands still and goes on later; to a descriptor of a file that is
+        writable only."""
+        ...
+
+    def resume_soon(self) -> None:
+        """`resume` by a VMM that can't answer now: when it can."""
         ...
 
     def ended(self) -> Awaitable[VmmEnd]:

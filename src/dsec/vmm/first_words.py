@@ -17,6 +17,7 @@ from msgspec import Struct
 from dsec.errors import CreateFailed, Unavailable
 from dsec.wire.frames import (
     FIELD,
+    HEADER_SIZE,
     MAX_PAYLOAD,
     TOKEN_SIZE,
     Frame,
@@ -30,6 +31,8 @@ from dsec.wire.frames import (
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
 _U64 = struct.Struct("<Q")
+_OP_AT = 8
+"""In a header."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -75,17 +78,55 @@ async def warm(sock: socket.socket, paths: Sequence[str]) -> None:
 
 async def configure(sock: socket.socket, identity: Identity) -> float:
     """Make a clone somebody: seconds that it took inside. Raises `CreateFailed` with what it says, `Unavailable`."""
-    fields: list[tuple[Tag, int | bytes]] = [
-        (Tag.TOKEN, identity.token),
-        (Tag.CLOCK_NS, time.time_ns()),
-        (Tag.SEED, os.urandom(64)),
-        (Tag.HOSTNAME, identity.hostname.encode()),
-        (Tag.MACHINE_ID, secrets.token_hex(16).encode()),
-        (Tag.PIDS, identity.pids),
-        (Tag.SPAWN_FLAGS, NO_NEW_PRIVS if identity.no_new_privs else 0),
-    ]
-    await asyncio.get_running_loop().sock_sendall(sock, encode(FrameType.CONFIGURE, 0, encode_fields(fields)))
-    frame = await _one_frame(sock)
+    await asyncio.get_running_loop().sock_sendall(sock, encode(FrameType.CONFIGURE, 0, _fields(identity)))
+    return _configured(await _one_frame(sock))
+
+
+async def become(sock: socket.socket, parent: bytes, identity: Identity) -> float:
+    """The same of a fork's child, which goes on as the guest of the token `parent`. The caller bounds the time."""
+    loop, number = asyncio.get_running_loop(), secrets.randbits(63) | 1
+    await loop.sock_sendall(sock, parent + encode(FrameType.CONFIGURE, number, _fields(identity)))
+    mark, buffer = _U64.pack(number), bytearray()
+    while True:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = await loop.sock_recv(sock, 65536)
+        if not data:
+            raise Unavailable("the virtual machine is gone")
+        buffer += data
+        at = buffer.find(mark, _OP_AT)
+        if at < 0:  # what the parent's guest had to say yet
+            del buffer[:-HEADER_SIZE]
+            continue
+        del buffer[: at - _OP_AT]
+        try:
+            frames = StreamDecoder().feed(buffer)
+        except ProtocolError as error:
+            raise CreateFailed(f"the machine speaks nonsense: {error}") from None
+        if frames:
+            return _configured(frames[0])
+
+
+async def halt(sock: socket.socket, token: bytes) -> None:
+    """Have a machine write everything to its disk and shut down; it says nothing."""
+    await asyncio.get_running_loop().sock_sendall(sock, token + encode(FrameType.HALT))
+
+
+def _fields(identity: Identity) -> bytes:
+    return encode_fields(
+        (
+            (Tag.TOKEN, identity.token),
+            (Tag.CLOCK_NS, time.time_ns()),
+            (Tag.SEED, os.urandom(64)),
+            (Tag.HOSTNAME, identity.hostname.encode()),
+            (Tag.MACHINE_ID, secrets.token_hex(16).encode()),
+            (Tag.PIDS, identity.pids),
+            (Tag.SPAWN_FLAGS, NO_NEW_PRIVS if identity.no_new_privs else 0),
+        )
+    )
+
+
+def _configured(frame: Frame) -> float:
     if frame.type is FrameType.REFUSED:
         raise CreateFailed(f"the machine can't become one: {frame.payload[8:].decode(errors='replace')[:500]}")
     if frame.type is not FrameType.CONFIGURED:

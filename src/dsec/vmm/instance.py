@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
@@ -35,6 +36,7 @@ class MachineInstance:
         self.frozen = False
         self._disk_limit_bytes = disk_limit_bytes
         self._make_swap = make_swap
+        self._still = asyncio.Lock()
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
 
     @property
@@ -62,10 +64,31 @@ class MachineInstance:
     def freeze(self, frozen: bool) -> None:
         """As in `ports.PausableHost`: the VMM stands still. Its machine's clock goes on, as a container's does."""
         self._channel.hold(time.monotonic_ns() if frozen else 0)
-        self.machine.slot.freeze(frozen)
+        if not self._still.locked():  # else what is being done sees to it at its end
+            self.machine.slot.freeze(frozen)
         self.frozen = frozen
         if not frozen:
             paging.may_swap(self.machine.slot, False)
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Nothing in the machine moves meanwhile, but its VMM answers; one at a time. For some tens of milliseconds. A
+        frozen one may move for the few until its VMM has heard of it, and is frozen again. Raises `Unavailable`."""
+        slot, control = self.machine.slot, self.machine.control
+        async with self._still:
+            stopping = asyncio.ensure_future(control.stop())
+            await asyncio.sleep(0)  # it is said before the VMM can do anything else
+            if self.frozen:
+                slot.freeze(False)
+            try:
+                await stopping
+                yield
+            finally:
+                if self.frozen:
+                    slot.freeze(True)
+                    control.resume_soon()
+                else:
+                    await control.resume()
 
     async def page_out(self) -> PagedOut:
         """As in `ports.PausableHost`. Memory that is still the template's stays: others share it."""

@@ -111,6 +111,8 @@ class QemuDriver:
         if start.state is not None:
             line.take(start.state)  # _STATE_FD
             line.add("-S", "-incoming", "defer")
+            if start.devices_only:
+                line.add("-global", "migration.send-configuration=off")
         memory = line.take(start.memory)
         line.add(
             "-object",
@@ -207,6 +209,22 @@ class QemuControl:
             status = await self._poll("query-migrate", lambda status: status in ("completed", "failed", "cancelled"))
         if status != "completed":
             raise Unavailable(f"the machine's state can't be saved: {status}")
+
+    async def stop(self) -> None:
+        await self._call("stop")
+
+    async def split(self, state: int) -> None:
+        """As in `VmmControl`. A command of Xen's that any build has: it leaves the memory out, whoever shares it."""
+        found = await self._call("add-fd", fd=state)
+        number = int(found["fdset-id"])
+        try:
+            await self._call("xen-save-devices-state", filename=f"/dev/fdset/{number}", live=False)
+        finally:
+            await self._call("remove-fd", **{"fdset-id": number})
+
+    def resume_soon(self) -> None:
+        assert self._qmp is not None
+        self._qmp.send("cont")
 
     async def _poll(self, command: str, done: Callable[[str], bool]) -> str:
         """Ask until the status is such."""

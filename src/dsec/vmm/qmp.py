@@ -84,6 +84,11 @@ class Qmp:
         finally:
             self._waiting.pop(number, None)
 
+    def send(self, command: str) -> None:
+        """A command whose answer nobody waits for. Nothing where the VMM is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.send(msgspec.json.encode({"execute": command, "id": 0}) + b"\n")
+
     def close(self) -> None:
         """Idempotent; calls that wait raise."""
         if self._closed:

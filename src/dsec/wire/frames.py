@@ -51,6 +51,7 @@ class FrameType(IntEnum):
     HOLD = 9
     CONFIGURE = 10
     WARM = 11
+    HALT = 12
 
     WELCOME = 65
     OPSTATE = 66
@@ -158,6 +159,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.HOLD: (8, 8, 0),
     FrameType.CONFIGURE: (0, MAX_PAYLOAD, 0),
     FrameType.WARM: (0, MAX_PAYLOAD, 0),
+    FrameType.HALT: (0, 0, 0),
     FrameType.WELCOME: (24, 24, 0),
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),

@@ -195,7 +195,7 @@ class ContainerBackend:
         if self.host.remote is not None:
             await self.host.remote.learn(spec, project)
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         cpus = self._cpus[sandbox_id] = self.host.picker.pick(spec.cpus)
         return {
             "slot": self.host.pool.reserve(_shape(spec)),
@@ -205,6 +205,7 @@ class ContainerBackend:
             "affinity": cpus,
             "id_base": ID_BASE + tenant * ID_COUNT,
             "lazy": [digest for digest in spec.layers if self.host.environments.layers.is_lazy(digest)],
+            "capture": capture,
         }
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> ContainerInstance:

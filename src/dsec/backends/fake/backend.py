@@ -164,7 +164,7 @@ class FakeBackend:
         if spec.workdir and not spec.workdir.startswith("/"):
             raise InvalidRequest("workdir is an absolute path")
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         return {"guest": sandbox_id, "memory_bytes": spec.memory_bytes, "disk_bytes": spec.disk_bytes}
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> FakeInstance:

@@ -10,6 +10,7 @@ Owns on the host what `machine.Machines` owns for each, a launcher, and template
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+from dsec.backends.microvm.moments import Moment, Moments
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.spares import Wanted
 from dsec.channel import SocketChannel, Spool
@@ -28,7 +30,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 from dsec.vmm.disks import disk_size
 from dsec.vmm.driver import Shape
-from dsec.vmm.first_words import Identity, configure, new_token
+from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.launching import Ended
 from dsec.vmm.machine import Machine
@@ -53,6 +55,7 @@ class MicroVmBackend:
         self._clock = clock
         self._instances: dict[str, MachineInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self.moments = Moments(node.disks)
 
     @property
     def epoch(self) -> int:
@@ -110,6 +113,7 @@ class MicroVmBackend:
             await instance.channel.close()
             instance.machine.control.close()
         self._instances.clear()
+        self.moments.close()
         await self.node.close(keep=keep)
 
     def _on_lost(self) -> None:
@@ -165,20 +169,23 @@ class MicroVmBackend:
         if self.node.host.remote is not None:
             await self.node.host.remote.learn(spec, project)
 
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0) -> Handle:
+    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         layers = spec.layers or self.node.host.environments.get(spec.environment).layers
         shape = Shape(math.ceil(spec.cpus), _whole(spec.memory_bytes), disk_size(spec.disk_bytes), tuple(layers))
-        spare = self.node.spares.claim(Wanted(shape, spec.cpus))
+        spare = None if capture else self.node.spares.claim(Wanted(shape, spec.cpus))
         groups = self.node.machines.group_shape(shape.memory_bytes, spec.cpus)
         return {
             "vm": spare.machine.name if spare else f"v{secrets.token_hex(8)}",
             "slot": spare.reservation if spare else self.node.pool.reserve(groups),
             "accel": self.node.driver.accel,
+            "vmm": self.node.driver.fingerprint,
+            "machine": self.node.kernels.best().machine,
             "token": new_token().hex(),
             "vcpus": shape.vcpus,
             "memory_bytes": shape.memory_bytes,
             "cpus": spec.cpus,
             "disk_bytes": shape.disk_bytes,
+            "capture": capture,
         }
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> MachineInstance:
@@ -197,8 +204,12 @@ class MicroVmBackend:
         node.host.volume.check_space()
         layers = spec.layers or node.host.environments.get(spec.environment).layers
         shape = Shape(handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"], tuple(layers))
-        spare = node.spares.take(handle["vm"])
-        machine = spare or await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
+        moment = self.moments.get(handle["capture"]) if handle["capture"] else None
+        machine = node.spares.take(handle["vm"])
+        if moment is not None:
+            machine = await self._child(handle["vm"], handle["slot"], shape, handle["cpus"], moment)
+        elif machine is None:
+            machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
         sock = machine.connect()
         try:
@@ -210,7 +221,7 @@ class MicroVmBackend:
                 pids=spec.pids,
                 no_new_privs=spec.no_new_privs,
             )
-            inside_s = await configure(sock, identity)
+            inside_s = await (become(sock, moment.token, identity) if moment else configure(sock, identity))
         except BaseException:
             sock.close()
             raise
@@ -222,7 +233,36 @@ class MicroVmBackend:
             "configure_inside": inside_s,
             "hello": self._clock.monotonic() - configured,
         }
-        node.spares.refill(Wanted(shape, handle["cpus"]))
+        if moment is None:
+            node.spares.refill(Wanted(shape, handle["cpus"]))
+        elif moment.held:
+            instance.channel.hold(0)
+        return instance
+
+    async def _child(self, name: str, reservation: str, shape: Shape, cpus: float, moment: Moment) -> Machine:
+        await self.node.serving()
+        return await self.node.go_on(name, reservation, shape, cpus, moment.template, devices_only=True)
+
+    # --- copies ---
+
+    async def split(self, sandbox_id: str, handle: Handle) -> str:
+        """As in `ports.ForkHost`."""
+        if handle.get("vmm") != self.node.driver.fingerprint:
+            raise Unsupported(
+                "this machine was started by another version of the virtual machine monitor, or on another CPU: its "
+                "state can't go on in one of this node's",
+                remedy="Create a new sandbox, and fork that.",
+            )
+        return await self.moments.take(self._running(sandbox_id), handle)
+
+    async def drop(self, name: str) -> None:
+        """As in `ports.CaptureHost`."""
+        self.moments.drop(name)
+
+    def _running(self, sandbox_id: str) -> MachineInstance:
+        instance = self._instances.get(sandbox_id)
+        if instance is None:
+            raise Unavailable(f"sandbox {sandbox_id} does not run")
         return instance
 
     async def _serve(
@@ -253,6 +293,8 @@ class MicroVmBackend:
         if frozen:  # its guest has to answer once
             slot.thaw()
         machine = await self.node.machines.adopt(handle["vm"], slot)
+        with contextlib.suppress(Unavailable):  # the last server may have died while it stood still for a copy
+            await machine.control.resume()
         try:
             async with asyncio.timeout(_ADOPT_S):
                 instance = await self._serve(sandbox_id, machine.connect(), machine, handle)

@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from dsec.backends.microvm.spares import Spares
-from dsec.backends.microvm.templates import Templates
+from dsec.backends.microvm.templates import Template, Templates
 from dsec.errors import Unavailable
 from dsec.kernel.cgroup_pool import CgroupPool
 from dsec.kernel.cgroups import CgroupRoot
@@ -119,7 +119,12 @@ class VmNode:
         """A machine that waits to become somebody. `Machines.end` removes what it made, also where this fails. Raises
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
-        template = await self.templates.get(shape)
+        return await self.go_on(name, reservation, shape, cpus, await self.templates.get(shape))
+
+    async def go_on(
+        self, name: str, reservation: str, shape: Shape, cpus: float, template: Template, *, devices_only: bool = False
+    ) -> Machine:
+        """The same of a template that is at hand. `devices_only`: as in `Start`."""
         state = template.open_state()
         try:
             machine = await self.machines.start(
@@ -138,6 +143,7 @@ class VmNode:
                     disk=disk,
                     layers=layers,
                     state=state,
+                    devices_only=devices_only,
                 ),
             )
         finally:

@@ -171,7 +171,7 @@ class Templates:
             os.ftruncate(memory, shape.memory_bytes)
             boot_s = await self._run(key, kernel, shape, memory, state)
             for fd in (memory, state):
-                _seal(fd)
+                seal(fd)
             note = Note(shape, kernel.digest, kernel.machine, boot_s, time.time())
             await asyncio.to_thread(self._save, key, memory, state, note)
         except BaseException:
@@ -303,7 +303,7 @@ class Templates:
                         copy_data(file.fileno(), fd)
                 except OSError:
                     return None
-                _seal(fd)
+                seal(fd)
                 found.append(fd)
             whole = os.fstat(found[0]).st_size == note.shape.memory_bytes and os.fstat(found[1]).st_size > 0
             if not whole or not self._load_disk(key, note.shape.disk_bytes):
@@ -333,5 +333,6 @@ def _closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _seal(fd: int) -> None:
+def seal(fd: int) -> None:
+    """Nothing writes to this memfd, cuts it or enlarges it any more."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

@@ -1,0 +1,139 @@
+"""Moments: running machines as they were, memory, devices and disk, for others to go on from.
+
+A moment is a template (`templates.Template`) made of a machine that goes on itself: memory and state in sealed memfds,
+a disk beside those of templates, which share what none has changed. It lives until it is dropped, or the server ends;
+machines that were made of it keep what they have mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from msgspec import Struct
+
+from dsec.backends.microvm.templates import Template, seal
+from dsec.errors import Unavailable
+from dsec.kernel.private_pages import Copy
+from dsec.ports import Handle
+from dsec.vmm.disks import Disks
+from dsec.vmm.instance import MachineInstance
+
+log = logging.getLogger(__name__)
+
+MEMORY_RESERVE = 256 << 20
+"""What has to be left of the host's when the memory of a machine has been copied."""
+
+
+class Moment(Struct, frozen=True):
+    """A machine as it was."""
+
+    template: Template
+    token: bytes
+    """What its guest takes for a channel's begin."""
+    held: bool
+    """Its guest was told that time stands still."""
+    stood_s: float
+    """How long the machine stood still for it."""
+    copied_bytes: int
+    """Of memory that is no template's."""
+
+
+class Moments:
+    """All moments of a node."""
+
+    def __init__(self, disks: Disks) -> None:
+        self._disks = disks
+        self._kept: dict[str, Moment] = {}
+
+    def get(self, name: str) -> Moment:
+        """Raises `Unavailable` where it was dropped."""
+        found = self._kept.get(name)
+        if found is None:
+            raise Unavailable("the machine that it was to be a copy of is not kept any more", remedy="Fork again.")
+        return found
+
+    async def take(self, instance: MachineInstance, handle: Handle) -> str:
+        """Its name. Raises `Unavailable`."""
+        taking = asyncio.ensure_future(self._take(instance, handle))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, taking: asyncio.Future[str]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self.drop(taking.result())
+
+    async def _take(self, instance: MachineInstance, handle: Handle) -> str:
+        name = f"m{secrets.token_hex(8)}"
+        _check_memory(handle["memory_bytes"])
+        with contextlib.ExitStack() as undo:
+            try:
+                copy = await asyncio.to_thread(Copy, instance.machine.pid, handle["memory_bytes"], "moment")
+                undo.callback(copy.close)
+                await asyncio.to_thread(copy.begin)
+                state = os.memfd_create("state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                undo.callback(os.close, state)
+                undo.callback(self._disks.template_path(name).unlink, missing_ok=True)
+                memory, held, stood_s = await self._split(instance, copy, state, name)
+            except OSError as error:
+                log.warning("sandbox %s can't be copied: %s", instance.sandbox_id, error)
+                raise Unavailable(
+                    f"the machine can't be copied: {error.strerror}", remedy="See `dsec doctor`; it goes on itself."
+                ) from error
+            seal(state)
+            template = Template(name, memory, state, self._disks.template_path(name), handle["machine"])
+            token = bytes.fromhex(handle["token"])
+            self._kept[name] = Moment(template, token, held, stood_s, copy.private_bytes)
+            undo.pop_all()
+        return name
+
+    async def _split(self, instance: MachineInstance, copy: Copy, state: int, name: str) -> tuple[int, bool, float]:
+        writable = os.open(f"/proc/self/fd/{state}", os.O_WRONLY | os.O_CLOEXEC)
+        own = self._disks.path(instance.machine.name)
+        began = time.monotonic()
+        try:
+            async with instance.still():
+                held = instance.frozen
+                copying = asyncio.ensure_future(asyncio.to_thread(copy.finish))
+                try:
+                    await instance.machine.control.split(writable)
+                    await asyncio.to_thread(self._disks.bring, own, name)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.close(await copying)
+                    raise
+                memory = await copying
+        finally:
+            os.close(writable)
+        return memory, held, time.monotonic() - began
+
+    def drop(self, name: str) -> None:
+        """Idempotent."""
+        moment = self._kept.pop(name, None)
+        if moment is not None:
+            os.close(moment.template.memory)
+            os.close(moment.template.state)
+            moment.template.disk.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Drop all."""
+        for name in list(self._kept):
+            self.drop(name)
+
+
+def _check_memory(needed: int) -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    if free < needed + MEMORY_RESERVE:
+        raise Unavailable(
+            f"the host has {free >> 20} MiB of memory free; a copy of this machine may take {needed >> 20}",
+            remedy="Try again when other sandboxes have ended.",
+        )
