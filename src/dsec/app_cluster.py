@@ -18,11 +18,13 @@ from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer, Stop
 from dsec.app import check_root, make_state, open_api, raise_open_files
 from dsec.cluster.apiserver import ClusterApi
+from dsec.cluster.batches import Batches
 from dsec.cluster.bus import Bus, open_bus
 from dsec.cluster.creating import Creations
 from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cluster, read_credentials
 from dsec.cluster.fanout import Fanout
 from dsec.cluster.gate import Gate
+from dsec.cluster.jobs import Records
 from dsec.cluster.keys import KeyRecord, Keys
 from dsec.cluster.member import Membership, host_of, keep_member
 from dsec.cluster.nodes import Nodes
@@ -186,7 +188,7 @@ async def open_cluster(
         upstream = Upstream(nodes, instance)
         await upstream.start()
         undo.push_async_callback(upstream.close)
-        creations = Creations(nodes, upstream, made, runs, instance=instance)
+        creations = Creations(nodes, upstream, Records(made, instance), runs)
         await nodes.start()
         undo.push_async_callback(nodes.close)
         if overflow is not None:
@@ -201,6 +203,7 @@ async def open_cluster(
             nodes=nodes,
             upstream=upstream,
             creations=creations,
+            batches=Batches(creations),
             fanout=Fanout(nodes, upstream),
             keys=keys,
             runs=runs,

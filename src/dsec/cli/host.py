@@ -215,6 +215,17 @@ def bench_burst(arguments: tuple[str, ...]) -> int:
     return burst.main(list(arguments))
 
 
+@bench.command("cluster", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_cluster(arguments: tuple[str, ...]) -> int:
+    """The control plane of a cluster: creations a second, bursts, memory, balance (`bench cluster --help`)."""
+    try:
+        from dsec.bench import cluster
+    except ImportError as error:
+        raise _needs_server(error) from error
+    return cluster.main(list(arguments))
+
+
 @click.group("host")
 def host_group() -> None:
     """What dsec changes on this host."""

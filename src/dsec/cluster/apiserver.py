@@ -22,6 +22,7 @@ from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.api.metrics import ServerMetrics, exposition
 from dsec.api.ports.hosts import find_any
 from dsec.api.quick import ShortWay
+from dsec.cluster.batches import Batches
 from dsec.cluster.creating import Creations
 from dsec.cluster.fanout import NDJSON, Fanout, edge_for
 from dsec.cluster.keys import Keys as KeyStore
@@ -46,7 +47,6 @@ _SHARED = frozenset({"environments", "layers", "builds", "judge", "functions"})
 _SPEC = msgspec.json.Decoder(SandboxSpec)
 _BATCH = msgspec.json.Decoder(BatchRequest)
 _log = logging.getLogger("dsec.cluster")
-_line = msgspec.json.Encoder().encode
 
 
 class ClusterApi:
@@ -58,6 +58,7 @@ class ClusterApi:
         nodes: Nodes,
         upstream: Upstream,
         creations: Creations,
+        batches: Batches,
         fanout: Fanout,
         keys: KeyStore,
         runs: ClusterRuns,
@@ -66,6 +67,7 @@ class ClusterApi:
         self._nodes = nodes
         self._upstream = upstream
         self._creations = creations
+        self._batches = batches
         self._fanout = fanout
         self._keys = keys
         self._runs = runs
@@ -229,13 +231,11 @@ class ClusterApi:
             specs = [request.spec] * min(request.count, MAX_ITEMS)
         else:
             raise InvalidRequest("a batch is either `specs`, or `spec` and `count`")
-        items = self._creations.many(principal, specs, key=key, deadline_s=wait_s)
-        item = await anext(items)
+        batch = await self._batches.many(principal, specs, key=key, deadline_s=wait_s)
         held = HeldAnswer(x, NDJSON, hold_s=GROUP_HOLD_S)
         async with held:
-            held.push(_line(item) + b"\n")
-            async for item in items:
-                held.push(_line(item) + b"\n")
+            async for lines in batch.lines():
+                held.push(lines)
                 if held.full:
                     await held.flush()
             await held.finish()

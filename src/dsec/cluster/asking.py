@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-import msgspec
 from msgspec import Struct
 
-from dsec.edge.kept import BatchItem
-from dsec.errors import ErrorBody, Internal
 from dsec.plan.placement import Ask
-from dsec.spec.sandbox import SandboxInfo, SandboxSpec
+from dsec.spec.sandbox import SandboxSpec
 
 
 class Answered(Struct, frozen=True):
@@ -45,16 +42,6 @@ def record_key(project: str, spec: SandboxSpec, key: str | None) -> str | None:
 def name_key(project: str, run: str | None, name: str) -> str:
     """Under which the node of a name is on record."""
     return "n" + hash_of(f"{project}\0{run or ''}\0{name}")
-
-
-def item_of(index: int, answer: Answered) -> BatchItem:
-    """A single creation's answer as an item."""
-    try:
-        if answer.status < 300:
-            return BatchItem(index=index, sandbox=msgspec.json.decode(answer.body, type=SandboxInfo))
-        return BatchItem(index=index, error=msgspec.json.decode(answer.body, type=ErrorBody))
-    except msgspec.MsgspecError:
-        return BatchItem(index=index, error=Internal("a node's answer can't be read").body())
 
 
 def comes_again(answer: Answered) -> bool:

@@ -12,14 +12,12 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from dsec.api.app import Api
 from dsec.api.exchange import Exchange, Message, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
-from dsec.api.ports import PortProxy
 from dsec.api.quick import ShortWay
-from dsec.cluster.member import Membership
+from dsec.api.serve import App, Hosts
+from dsec.cluster.member import Carried, Membership
 from dsec.cluster.wire import BEARER, ORDER_S, REFUSED, RUN, RunNews
-from dsec.edge.node import Edge
 from dsec.errors import DsecError, InvalidRequest, Unavailable
 
 _ORDERS = {b"/v1/sandboxes", b"/v1/sandboxes:batch"}
@@ -32,9 +30,9 @@ QUEUE_FACTOR = 16
 
 
 class Gate:
-    """ASGI application around an `Api`."""
+    """ASGI application around an edge's API."""
 
-    def __init__(self, api: Api, edge: Edge) -> None:
+    def __init__(self, api: App, edge: Carried) -> None:
         self.member: Membership | None = None
         """Set before the first order can come: nobody knows of this edge before it has joined."""
         self._api = api
@@ -50,7 +48,7 @@ class Gate:
         return self._api.lanes
 
     @property
-    def ports(self) -> PortProxy:
+    def ports(self) -> Hosts:
         return self._api.ports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

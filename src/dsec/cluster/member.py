@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -22,12 +23,13 @@ from nats.aio.msg import Msg
 
 from dsec.cluster.bus import Bus
 from dsec.cluster.wire import Asserted, Heartbeat, Join, Joined, Ping, RunNews, verify
-from dsec.edge.client import Principal
-from dsec.edge.node import Edge
+from dsec.edge.client import NodeInfo, Principal
+from dsec.edge.clustered import Counts
 from dsec.errors import Conflict, DsecError, Unavailable
 from dsec.kernel.files import replace_file
 from dsec.plan.fencing import Claim
-from dsec.spec.cluster import NodeFacts, NodeReport
+from dsec.spec.cluster import NodeFacts, NodeReport, brief
+from dsec.spec.runs import RunInfo
 
 BEAT_S = 1.0
 BUSY_BEAT_S = 0.2
@@ -43,10 +45,19 @@ class Disk(Struct, frozen=True):
     had: int
 
 
+class Carried(Protocol):
+    """What a membership asks of its edge: `dsec.edge.node.Edge`, or a simulated one."""
+
+    def node(self) -> NodeInfo: ...
+    def counts(self) -> Counts: ...
+    def hear_run(self, project: str, run: RunInfo) -> None: ...
+    async def end_lost(self, timeout_s: float) -> bool: ...
+
+
 class Membership:
     """One process's membership; `run` until it ends."""
 
-    def __init__(self, edge: Edge, bus: Bus, facts: NodeFacts, *, url: str, state: Path) -> None:
+    def __init__(self, edge: Carried, bus: Bus, facts: NodeFacts, *, url: str, state: Path) -> None:
         """`url`: where apiservers reach this edge."""
         self.facts = facts
         self.instance = f"e{facts.edge}-{secrets.token_hex(6)}"
@@ -61,6 +72,11 @@ class Membership:
         self._secret = secrets.token_hex(32)
         self._host = host_of(state)
         self._fenced = asyncio.Event()
+        self._details: tuple[object, ...] = ()
+        """As they were said last."""
+        self._detail_number = 0
+        self._asked = False
+        """Somebody has to be told them again."""
 
     async def run(self) -> None:
         """Join, and go on. Raises `Conflict` where this node's number is another's."""
@@ -69,6 +85,7 @@ class Membership:
         await self._bus.listen(f"{subject}.ping", self._ping)
         await self._bus.listen(f"{subject}.fenced", self._hear_fenced)
         await self._bus.listen(f"{subject}.runs", self._hear_run)
+        await self._bus.listen(f"{subject}.tell", self._hear_asked)
         while True:
             await self._beat()
             if self._fenced.is_set():
@@ -121,13 +138,21 @@ class Membership:
     async def _beat(self) -> None:
         """One heartbeat, then a pause: a shorter one while sandboxes are made."""
         report = self.report()
-        await self._bus.publish(f"dsec.beat.{self.facts.edge}", Heartbeat(report, time.time()))
+        details = (report.projects, report.runs, report.layers, report.charged)
+        same = details == self._details and not self._asked
+        if not same:
+            self._asked = False
+            self._details = details
+            self._detail_number += 1
+        said_now = brief(report) if same else report
+        beat = Heartbeat(said_now, time.time(), self._detail_number, same)
+        await self._bus.publish(f"dsec.beat.{self.facts.edge}", beat)
         said = dict(self.taken)
         deadline = time.monotonic() + BEAT_S
         while time.monotonic() < deadline and not self._fenced.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._fenced.wait(), BUSY_BEAT_S)
-            if said != self.taken:
+            if said != self.taken or self._asked:
                 return
 
     def report(self) -> NodeReport:
@@ -166,6 +191,10 @@ class Membership:
             incarnation = msgspec.json.decode(message.data, type=int)
             if self.claim is not None and incarnation == self.claim.incarnation:
                 self._fenced.set()
+
+    async def _hear_asked(self, _: Msg) -> None:
+        """Details with the next beat."""
+        self._asked = True
 
     async def _hear_run(self, message: Msg) -> None:
         with contextlib.suppress(msgspec.MsgspecError):

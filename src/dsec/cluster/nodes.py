@@ -21,8 +21,9 @@ from dsec.errors import Conflict, DsecError, SandboxLost, SandboxNotFound, Unava
 from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
+from dsec.spec.cluster import filled
 
-TICK_S = 0.5
+TICK_S = 1.0
 PING_S = 0.5
 ABSENT_S = 2.0
 log = logging.getLogger("dsec.cluster")
@@ -42,6 +43,8 @@ class Nodes:
         self._members = members
         self._known: dict[int, Member] = {}
         self._skew: dict[int, float] = {}
+        self._said: dict[int, tuple[str, int]] = {}
+        """Whose details, and which of them, the last report of an edge had."""
         self._absent: dict[int, float] = {}
         """Numbers that were looked up in vain, and until when that counts; at most as many as there are numbers."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -202,6 +205,14 @@ class Nodes:
         if not serves(known.claim, report.incarnation):
             await self._bus.publish(f"dsec.edge.{report.edge}.fenced", report.incarnation)
             return
+        said = (report.instance, beat.details)
+        if beat.brief:
+            last = self.scheduler.watch.report(report.edge)
+            if last is None or self._said.get(report.edge) != said:
+                await self._bus.publish(f"dsec.edge.{report.edge}.tell", None)
+                return
+            report = filled(report, last)
+        self._said[report.edge] = said
         self._skew[report.edge] = beat.now - time.time()
         self.scheduler.hear(report, time.monotonic())
         self.changed()

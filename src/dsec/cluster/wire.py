@@ -114,6 +114,11 @@ class Heartbeat(Struct, frozen=True):
     report: NodeReport
     now: float
     """The edge's wall clock."""
+    details: int = 0
+    """Number of the details (projects, runs, layers, what is charged to whom) of this process: while they are as they
+    were, beats leave them out. Whoever doesn't have those of this number asks at `dsec.edge.<edge>.tell`."""
+    brief: bool = False
+    """They were left out."""
 
 
 _encode = msgspec.json.Encoder().encode

@@ -335,6 +335,8 @@ class Placer:
     def _count_runs(self, node: _Node, runs: dict[str, int]) -> None:
         """Keeps the totals; what didn't change costs next to nothing."""
         before = node.in_runs
+        if before == runs:
+            return
         for run in {run for run, _ in before.items() ^ runs.items()}:
             total = self._runs.get(run, 0) + runs.get(run, 0) - before.get(run, 0)
             if total > 0:

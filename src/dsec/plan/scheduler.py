@@ -31,7 +31,7 @@ from dsec.spec.cluster import NodeFacts, NodeReport
 
 QUANTUM = 64
 """Sandboxes of one request that are served at a turn while others wait."""
-ALONE = 4096
+ALONE = 32768
 """The same while nobody else does."""
 MAX_REFUSALS = 12
 """So many nodes may refuse a part before the request is told so."""
@@ -213,6 +213,20 @@ class Scheduler:
         """What of a request is on its way: sent, and not answered."""
         found = self._tickets.get(ticket)
         return [part for part, _ in found.open.values()] if found is not None else []
+
+    def is_open(self, order: Order) -> bool:
+        """Whether an order is still on its way."""
+        found = self._tickets.get(order.ticket)
+        return found is not None and found.open.get(order.part.first, (None,))[0] == order.part
+
+    def unsent(self, order: Order) -> None:
+        """An order will never be sent from here, nor placed again: another apiserver decides about it."""
+        found = self._tickets.get(order.ticket)
+        if found is not None and self.is_open(order):
+            del found.open[order.part.first]
+            self.placer.failed(order.part.edge, found.wanted.ask, order.part.count)
+            self.holder.refused(found.wanted.project, order.part.edge, order.part.count)
+            self._close(order.ticket)
 
     def pump(self, now: float) -> Pumped:
         """Place what can be placed now."""

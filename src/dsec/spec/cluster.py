@@ -77,6 +77,16 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By holder, by project (`plan/quota.py`)."""
 
 
+def brief(report: NodeReport) -> NodeReport:
+    """Without its details."""
+    return replace(report, projects={}, runs={}, layers=(), charged={})
+
+
+def filled(report: NodeReport, last: NodeReport) -> NodeReport:
+    """A brief report with the details of an earlier one."""
+    return replace(report, projects=last.projects, runs=last.runs, layers=last.layers, charged=last.charged)
+
+
 def sane(report: NodeReport) -> NodeReport:
     """The report with numbers that cannot be cut to what can: a node that lies attracts no more than its size."""
     if (
