@@ -69,7 +69,8 @@ struct guest {
     int epoll, control, cgroup, null; /* cgroup: -1 where there is none; null: /dev/null, or -1 */
     struct rlimit nofile;             /* as inherited: what commands get by default */
     int oom_score_adj;                /* own; -1 unknown */
-    bool machine;                     /* it is the first program of a virtual machine (vm.c) */
+    bool machine;                     /* it is in a virtual machine, on whose port it talks (vm.c) */
+    bool service;                     /* of a virtual machine that has booted by itself, whose first program is another */
     struct link sending;              /* operations that have something to send */
     struct link reading;              /* streams that may be readable */
     uint64_t timer;                   /* when ops_tick() wants to be called, monotonic ns; UINT64_MAX: never */
@@ -222,6 +223,7 @@ int terminal_take(uid_t owner);        /* in the child, the leader of a new sess
 
 /* --- vm.c ---------------------------------------------------------------------------------------------------------------------- */
 
+void vm_serve(void);    /* the same as a service of a machine that has booted by itself */
 void vm_boot(void);     /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP */
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
 int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of a fork's child. 0, or a negative errno at `what` */

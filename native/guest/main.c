@@ -67,7 +67,7 @@ void free_later(void *memory) {
 void shut_down(int status) {
     ops_kill_all();
     groups_kill_left();
-    if (guest.machine) vm_halt();
+    if (guest.machine && !guest.service) vm_halt();
     if (getpid() == 1) _exit(status); /* takes the whole namespace with it */
     kill_tree(getpid());
     for (int i = 0; i < 1000; i++) { /* see them off, for a second */
@@ -198,7 +198,8 @@ static int wait_ms(void) {
 }
 
 int main(int argc, char **argv) {
-    if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(); /* the kernel started us, not the zygote */
+    if (argc == 2 && strcmp(argv[1], "--service") == 0) vm_serve();
+    else if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(); /* the kernel started us, not the zygote */
     set_up(argc < 2 || strcmp(argv[1], "--no-cgroup") != 0);
     for (;;) {
         struct epoll_event events[EVENTS];

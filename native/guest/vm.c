@@ -1,4 +1,6 @@
-/* The guest as the first program of a virtual machine: what the zygote does for a container is done here, in two steps.
+/* The guest in a virtual machine, as its first program or as a service of one that has booted by itself (vm_serve).
+ *
+ * As the first program: what the zygote does for a container is done here, in two steps.
  *
  * First from the initramfs to a machine that waits: modules, devices, layers with the disk over them. A template is saved while it waits, and
  * every clone goes on from there, with a copy of its disk. Disks are known by their serials: m0, d0, m1, d1, ... (a layer's image and its
@@ -58,6 +60,7 @@ static _Noreturn void give_up(const char *what, int error) {
     char line[256];
     snprintf(line, sizeof line, "<0>dsec: %s: %s\n", what, strerror(error));
     say_to("/dev/kmsg", line);
+    if (guest.service) _exit(71);
     vm_halt();
 }
 
@@ -305,7 +308,9 @@ static int become(const struct configuration *is, const char **what) {
     if (error) return error;
     *what = "set the host name";
     if (sethostname(is->hostname, strlen(is->hostname))) return -errno;
-    if (machine_id >= 0) dprintf(machine_id, "%s\n", is->machine_id); /* an image that has none gets none */
+    *what = "set the machine id";
+    if (machine_id >= 0 && ftruncate(machine_id, 0)) return -errno; /* an image that has none gets none */
+    if (machine_id >= 0) dprintf(machine_id, "%s\n", is->machine_id);
     drop(&machine_id);
     channel_token(is->token);
     return 0;
@@ -419,6 +424,24 @@ void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {
     for (size_t i = 0; i < 5; i++) put_u64(status + 8 * i, values[i]);
 }
 
+static void wait_on_port(void) {
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET};
+    arrivals = epoll_create1(EPOLL_CLOEXEC);
+    if (arrivals < 0 || epoll_ctl(arrivals, EPOLL_CTL_ADD, port, &event)) give_up("wait for the port", errno);
+}
+
+/* From the first frames to a guest as in a container: the port becomes its channel, its groups are where it expects them. */
+static void become_somebody(void) {
+    first_frames();
+    close(arrivals);
+    int groups = open(GROUPS_DIR, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int at = fcntl(port, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1); /* out of the way of the numbers that they get */
+    if (groups >= 0) groups = fcntl(groups, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1);
+    dup3(at, DSEC_FD_CHANNEL, O_CLOEXEC);
+    if (groups >= 0) dup3(groups, DSEC_FD_CGROUP, O_CLOEXEC);
+    else close(DSEC_FD_CGROUP);
+}
+
 void vm_boot(void) {
     guest.machine = true;
     must_mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
@@ -432,19 +455,24 @@ void vm_boot(void) {
     loopback_up();
     make_dev();
     say_to("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
-    arrivals = epoll_create1(EPOLL_CLOEXEC);
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET};
-    if (arrivals < 0 || epoll_ctl(arrivals, EPOLL_CTL_ADD, port, &event)) give_up("wait for the port", errno);
+    wait_on_port();
     mount_root();
     machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
     sync();
-    first_frames();
-    close(arrivals);
-    int groups = open(GROUPS_DIR, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int at = fcntl(port, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1); /* out of the way of the numbers that they get */
-    if (groups >= 0) groups = fcntl(groups, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1);
-    dup3(at, DSEC_FD_CHANNEL, O_CLOEXEC);
-    if (groups >= 0) dup3(groups, DSEC_FD_CGROUP, O_CLOEXEC);
-    else close(DSEC_FD_CGROUP);
+    become_somebody();
+}
+
+/* The service of a full machine, which has booted by itself: all that is missing is the port, the groups, and who it is. */
+void vm_serve(void) {
+    guest.machine = true;
+    guest.service = true;
+    open_port();
+    say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
+    mkdir(GROUPS_DIR, 0755);
+    wait_on_port();
+    machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
+    urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
+    sync();
+    become_somebody();
 }

@@ -34,7 +34,9 @@ from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.service import FunctionService
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.backends.microvm.find import find_node, probe_machines
-from dsec.backends.microvm.node import VmHost, VmNode
+from dsec.backends.microvm.node import VmNode
+from dsec.backends.vm.backend import VmBackend
+from dsec.backends.vm.node import FullNode
 from dsec.builder.service import BuildService
 from dsec.configuration import Config, read_config, read_e2b, read_fusion
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
@@ -73,6 +75,8 @@ from dsec.store.service import LayerService
 from dsec.store.shared import SharedLayers
 from dsec.store.views import Views
 from dsec.store.volume import Volume
+from dsec.vmm.node import VmHost
+from dsec.vmm.qemu import QemuDriver
 
 CACHE = Path("store", "lazy")
 """Of layers that are filled on demand, below the state directory."""
@@ -134,7 +138,21 @@ def open_host(config: Config) -> Host:
 def open_machines(config: Config, host: Host, templates: Path | None = None) -> VmNode | None:
     """What the microVM backend stands on; None where this host can run no machines. `templates`: where they are kept.
     Blocks for a moment: KVM is tried."""
-    parts = VmHost(
+    groups = CgroupRoot.detect(f"dsec-{config.instance}-vm", config.run / "cgroup2")
+    parts = _machine_host(config, host)
+    return find_node(parts, groups, accel=config.vm_accel, spare=config.vm_spare, templates=templates)
+
+
+def open_full_machines(config: Config, host: Host, beside: VmNode, templates: Path | None = None) -> FullNode:
+    """What the backend of full machines stands on; accelerated as `beside`."""
+    groups = CgroupRoot.detect(f"dsec-{config.instance}-full", config.run / "cgroup2")
+    parts = _machine_host(config, host)
+    driver = QemuDriver.find("kvm" if beside.driver.accel == "kvm" else "tcg")
+    return FullNode(parts, driver, groups, accel_reason=beside.accel_reason, templates=templates)
+
+
+def _machine_host(config: Config, host: Host) -> VmHost:
+    return VmHost(
         state=config.state,
         run=config.run,
         volume=host.volume,
@@ -143,8 +161,6 @@ def open_machines(config: Config, host: Host, templates: Path | None = None) -> 
         make_swap=host.make_swap,
         build_guest=lambda: build_native(config.state) / "guest",
     )
-    groups = CgroupRoot.detect(f"dsec-{config.instance}-vm", config.run / "cgroup2")
-    return find_node(parts, groups, accel=config.vm_accel, spare=config.vm_spare, templates=templates)
 
 
 def _make_swap(config: Config, ledger: Ledger) -> None:
@@ -225,6 +241,7 @@ async def open_edge(
         backends: dict[str, Backend] = {"container": backend}
         if machines := await asyncio.to_thread(open_machines, config, host):
             backends["microvm"] = MicroVmBackend(machines, clock)
+            backends["vm"] = VmBackend(open_full_machines(config, host, machines), clock)
         edge = await Edge.open(
             backends,
             state,

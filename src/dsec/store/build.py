@@ -75,7 +75,7 @@ def build_debian_layer(
     say = progress or (lambda _: None)
     with store.scratch() as scratch:
         top, config = Path(scratch) / "root", Path(scratch) / "apt.conf"
-        config.write_text("".join(f"{line}\n" for line in _apt_options()))
+        config.write_text("".join(f"{line}\n" for line in apt_options()))
         command = [program, "--mode=root", "--variant=essential", "--format=directory", f"--aptopt={config}"]
         # No path-exclude: mmdebstrap then sends every package through a filter, and takes 12 s more than deleting
         # later.
@@ -83,10 +83,10 @@ def build_debian_layer(
         command += [f"--include={','.join(packages)}", suite, str(top), *map(str, host_sources(suite))]
         say(f"building the base: {suite} with {', '.join(packages)}")
         try:
-            _run(command, say)
+            run_builder(command, say)
         finally:
             mounts.unmount_under(scratch)
-        _scrub(top)
+        scrub(top)
         say("packing the base")
         return store.add(top, "base", f"{suite}: {' '.join(packages)}", hot=_hot_files(top))
 
@@ -138,7 +138,7 @@ def host_sources(suite: str) -> list[Path]:
     return found
 
 
-def _apt_options() -> list[str]:
+def apt_options() -> list[str]:
     """How this host's apt reaches its mirrors."""
     wanted = re.compile(
         r"Acquire::(https?|ftp|tor|Check-Valid-Until|Check-Date|Retries|ForceIPv[46]|AllowInsecure)[ :]", re.IGNORECASE
@@ -150,7 +150,7 @@ def _apt_options() -> list[str]:
     return options
 
 
-def _run(command: list[str], say: Progress) -> None:
+def run_builder(command: list[str], say: Progress) -> None:
     """Run it in a group of its own; its last words are the error."""
     env = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin", "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
     env |= {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
@@ -185,7 +185,7 @@ def _run(command: list[str], say: Progress) -> None:
         )
 
 
-def _scrub(top: Path) -> None:
+def scrub(top: Path) -> None:
     """Remove what is this host's, or differs from build to build."""
     for name in _HOST_TRACES:
         path = top / name

@@ -6,13 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from msgspec.structs import replace
 
-from dsec.channel import SocketChannel
 from dsec.kernel import paging
-from dsec.ports import InstanceEnd, PagedOut, Usage
+from dsec.ports import GuestChannel, InstanceEnd, PagedOut, Usage
 from dsec.vmm.machine import Machine
+from dsec.wire.session import Status
+
+
+class MachineChannel(GuestChannel, Protocol):
+    """A channel to a machine, which knows what its kernel last said of itself."""
+
+    status: Status
 
 
 class MachineInstance:
@@ -21,7 +28,7 @@ class MachineInstance:
     def __init__(
         self,
         sandbox_id: str,
-        channel: SocketChannel,
+        channel: MachineChannel,
         machine: Machine,
         *,
         disk_limit_bytes: int,
@@ -44,7 +51,7 @@ class MachineInstance:
         return self._sandbox_id
 
     @property
-    def channel(self) -> SocketChannel:
+    def channel(self) -> MachineChannel:
         return self._channel
 
     def ended(self) -> Awaitable[InstanceEnd]:

@@ -37,6 +37,8 @@ VERSION = 1
 MAX_MESSAGE = 128 << 10
 MAX_FDS = 250
 SAID = 4000
+FAILED = 71
+"""The exit code of a child that could not become its program."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -289,7 +291,7 @@ class Launcher:
                 start(request, fds, said, failed)
             except BaseException as error:  # noqa: BLE001  whatever it is, the other side says it
                 os.write(failed, str(error).encode()[:1000] or b"?")
-            os._exit(71)
+            os._exit(FAILED)
         _check(_libc.setns(self.own_pids, NEWPID), "go back to the pid namespace")
         os.close(failed)
         os.close(said)
@@ -367,7 +369,7 @@ def start(request: dict[str, Any], fds: list[int], said: int, failed: int) -> No
         os.execve(request["argv"][0], request["argv"], {})
     except BaseException as error:  # noqa: BLE001  as in `spawn`
         os.write(report, str(error).encode()[:1000] or b"?")
-        os._exit(71)
+        os._exit(FAILED)
 
 
 def main() -> None:

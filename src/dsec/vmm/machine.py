@@ -24,7 +24,7 @@ from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.kernel.cgroups import Slot
 from dsec.store.layers import LayerStore
 from dsec.vmm.disks import Disks
-from dsec.vmm.driver import LayerDisks, Start, VmmControl, VmmDriver
+from dsec.vmm.driver import Command, LayerDisks, VmmControl, VmmDriver
 from dsec.vmm.launching import Ended, LauncherClient
 
 UID_BASE = 1 << 30
@@ -34,6 +34,7 @@ OOM_SCORE_ADJ = 500
 THREADS = 256
 """Of a VMM: virtual CPUs, and those that read and write disks."""
 _EXIT_WAIT_S = 10.0
+_LAST_WORDS_S = 1.0
 
 _READ = os.O_RDONLY | os.O_CLOEXEC
 
@@ -49,15 +50,15 @@ class Machine:
         self.pid = pid
         """The host's number of its VMM."""
 
-    def connect(self) -> socket.socket:
-        """To its port; one at a time is served. Raises `Unavailable`."""
+    def connect(self, name: str = "channel") -> socket.socket:
+        """To its port, or its `console`; one at a time is served. Raises `Unavailable`."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             with _short(self.directory) as directory:
-                sock.connect(f"{directory}/channel")
+                sock.connect(f"{directory}/{name}")
         except OSError as error:
             sock.close()
-            raise Unavailable(f"the virtual machine's port can't be reached: {error}") from None
+            raise Unavailable(f"the virtual machine's {name} can't be reached: {error}") from None
         sock.setblocking(False)
         return sock
 
@@ -65,8 +66,9 @@ class Machine:
 class Machines:
     """All machines of a server."""
 
-    def __init__(self, run: Path, driver: VmmDriver, disks: Disks, pool: CgroupPool, layers: LayerStore) -> None:
-        self.root = run / "vm"
+    def __init__(self, root: Path, driver: VmmDriver, disks: Disks, pool: CgroupPool, layers: LayerStore) -> None:
+        """`root`: where the machines' sockets are, `<run>/vm` for microVMs."""
+        self.root = root
         self.driver = driver
         self.disks = disks
         self.pool = pool
@@ -114,10 +116,11 @@ class Machines:
         disk: Callable[[], int],
         disk_bytes: int,
         layers: Sequence[str],
-        make: Callable[[int, int, int, tuple[LayerDisks, ...]], Start],
+        make: Callable[[int, int, int, tuple[LayerDisks, ...]], Command],
+        console: Callable[[int], None] | None = None,
     ) -> Machine:
         """Start a VMM; returns when it answers. `disk` makes its disk, in a thread; `make(channel, control, disk,
-        layers)` says which VMM, of descriptors.
+        layers)` says which VMM, of descriptors. `console` is told a third socket before that, for its serial line.
         What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
         launcher = self.launcher
         if launcher is None:
@@ -135,9 +138,11 @@ class Machines:
             own = await asyncio.to_thread(disk)
             stack.callback(os.close, own)
             channel, control = (stack.enter_context(_listen(directory, each)) for each in ("channel", "control"))
+            if console is not None:
+                console(stack.enter_context(_listen(directory, "console")).fileno())
             files = [self._layers.files(digest) for digest in layers]
             disks = tuple(LayerDisks(opened(each.image), opened(each.data) if each.data else None) for each in files)
-            command = self.driver.command(make(channel.fileno(), control.fileno(), own, disks))
+            command = make(channel.fileno(), control.fileno(), own, disks)
             group = Path(slot.v2, "vm")  # a group that was ever killed kills what comes into it later (Linux to 6.18)
             group.mkdir()  # noqa: ASYNC240 (microseconds)
             groups = [opened(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for each in (group, *slot.v1)]
@@ -163,6 +168,8 @@ class Machines:
         with _short(self.root / name) as directory:
             connecting = asyncio.ensure_future(self.driver.control(Path(directory, "control")))
             await asyncio.wait((connecting, exited), return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done() and connecting.exception():  # most likely because it ended
+                await asyncio.wait((exited,), timeout=_LAST_WORDS_S)
             if not connecting.done() or (exited.done() and connecting.exception()):
                 connecting.cancel()
                 await asyncio.gather(connecting, return_exceptions=True)

@@ -87,6 +87,24 @@ class QemuDriver:
                 found.append(path)
         return tuple(found)
 
+    def take_state(self, line: Line, state: int, *, devices_only: bool) -> None:
+        """Be a clone, which waits until it is told where its state is: the first descriptor of all. `devices_only`: as
+        `VmmControl.split` wrote it."""
+        assert not line.fds
+        line.take(state)
+        line.add("-S", "-incoming", "defer")
+        if devices_only:
+            line.add("-global", "migration.send-configuration=off")
+
+    def add_cpu(self, line: Line, vcpus: int, code_cache_mib: int = CODE_CACHE_MIB) -> None:
+        """What runs the guest's code; the same for a template and its clones."""
+        line.add("-accel", "kvm" if self._accel == "kvm" else f"tcg,tb-size={code_cache_mib}")
+        line.add("-cpu", "host" if self._accel == "kvm" else "max,la57=off", "-smp", str(vcpus))
+
+    @property
+    def program(self) -> Path:
+        return self._program
+
     @property
     def overhead_bytes(self) -> int:
         return 192 * MIB
@@ -97,22 +115,18 @@ class QemuDriver:
 
     def command(self, start: Start) -> Command:
         """As in `VmmDriver`."""
-        line = _Line(str(self._program))
+        line = Line(str(self._program))
         shape = start.shape
         pc = start.machine == "pc"
         line.add("-machine", f"{_BOARDS[start.machine]},memory-backend=memory")
-        line.add("-accel", "kvm" if self._accel == "kvm" else f"tcg,tb-size={CODE_CACHE_MIB}")
-        line.add("-cpu", "host" if self._accel == "kvm" else "max,la57=off")
-        line.add("-m", f"{shape.memory_bytes // MIB}M", "-smp", str(shape.vcpus))
+        self.add_cpu(line, shape.vcpus)
+        line.add("-m", f"{shape.memory_bytes // MIB}M")
         line.add("-nodefaults", "-no-user-config", "-display", "none")
         line.add("-action", "reboot=shutdown,shutdown=pause,panic=pause")
         line.add("-chardev", "ringbuf,id=console,size=16384", "-serial", "chardev:console")
         share = "on" if start.kernel is not None else "off"
         if start.state is not None:
-            line.take(start.state)  # _STATE_FD
-            line.add("-S", "-incoming", "defer")
-            if start.devices_only:
-                line.add("-global", "migration.send-configuration=off")
+            self.take_state(line, start.state, devices_only=start.devices_only)
         memory = line.take(start.memory)
         line.add(
             "-object",
@@ -132,7 +146,7 @@ class QemuDriver:
                 line.add("-initrd", f"/proc/self/fd/{line.take(start.initramfs)}")
         return Command(tuple(line.argv), tuple(line.fds))
 
-    def _add_disks(self, line: _Line, start: Start) -> None:
+    def _add_disks(self, line: Line, start: Start) -> None:
         disks: list[tuple[str, int, bool]] = [("disk", start.disk, False)]
         for number, layer in enumerate(start.layers):
             disks.append((f"m{number}", layer.image, True))
@@ -156,7 +170,7 @@ class QemuDriver:
         return await QemuControl.open(path)
 
 
-class _Line:
+class Line:
     """A command line in the making, and which descriptor becomes which number."""
 
     def __init__(self, program: str) -> None:
@@ -189,20 +203,26 @@ class QemuControl:
             found._note_end(str(status["status"]))
         return found
 
+    async def command(self, name: str, *, fd: int | None = None, **arguments: Any) -> Any:
+        """Any command of QMP; a descriptor travels beside it. Raises `Unavailable`, also where QEMU refuses it."""
+        return await self._call(name, fd=fd, **arguments)
+
     async def resume(self) -> None:
         await self._call("cont")
 
-    async def restored(self) -> None:
-        """As in `VmmControl`."""
-        await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
+    async def restored(self, *, whole: bool = False) -> None:
+        """As in `VmmControl`. `whole`: the state has the memory's content too (`save`)."""
+        if not whole:
+            await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
         await self._call("migrate-incoming", uri=f"fd:{_STATE_FD}")
         async with asyncio.timeout(_SAVE_S):
             await self._poll("query-status", lambda status: status != "inmigrate")
 
-    async def save(self, state: int) -> None:
-        """As in `VmmControl`."""
+    async def save(self, state: int, *, whole: bool = False) -> None:
+        """As in `VmmControl`. `whole`: the memory's content too, of a machine whose memory is its own."""
         await self._call("stop")
-        await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
+        if not whole:
+            await self._call("migrate-set-capabilities", capabilities=_CAPABILITIES)
         await self._call("getfd", fd=state, fdname="state")
         await self._call("migrate", uri="fd:state")
         async with asyncio.timeout(_SAVE_S):

@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import secrets
 import socket
 from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-from dsec.backends.microvm.moments import Moment, Moments
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.spares import Wanted
 from dsec.channel import SocketChannel, Spool
@@ -30,10 +28,11 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 from dsec.vmm.disks import disk_size
 from dsec.vmm.driver import Shape
+from dsec.vmm.ends import stopped, whole, why
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.instance import MachineInstance
-from dsec.vmm.launching import Ended
 from dsec.vmm.machine import Machine
+from dsec.vmm.moments import Moment, Moments
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ MIB = 1 << 20
 LEAST_MEMORY = 96 * MIB
 MOST_VCPUS = 64
 _ADOPT_S = 10.0
-_PANIC = "Kernel panic"
 
 
 class MicroVmBackend:
@@ -89,7 +87,7 @@ class MicroVmBackend:
             if not handle:
                 continue
             if handle["vm"] in state.ended:
-                found[sandbox_id] = _why(state.ended[handle["vm"]])
+                found[sandbox_id] = why(state.ended[handle["vm"]])
             elif handle["vm"] in state.live and handle["slot"] in slots:
                 try:
                     found[sandbox_id] = await self._adopt(sandbox_id, handle)
@@ -171,7 +169,7 @@ class MicroVmBackend:
 
     def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         layers = spec.layers or self.node.host.environments.get(spec.environment).layers
-        shape = Shape(math.ceil(spec.cpus), _whole(spec.memory_bytes), disk_size(spec.disk_bytes), tuple(layers))
+        shape = Shape(math.ceil(spec.cpus), whole(spec.memory_bytes), disk_size(spec.disk_bytes), tuple(layers))
         spare = None if capture else self.node.spares.claim(Wanted(shape, spec.cpus))
         groups = self.node.machines.group_shape(shape.memory_bytes, spec.cpus)
         return {
@@ -310,15 +308,15 @@ class MicroVmBackend:
     async def _watch(self, instance: MachineInstance) -> None:
         """Say why it ended: its VMM did, or its kernel stopped."""
         exited = self.node.machines.exited(instance.machine.name)
-        stopped = asyncio.ensure_future(instance.machine.control.ended())
+        halted = asyncio.ensure_future(instance.machine.control.ended())
         try:
-            await asyncio.wait((exited, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done() and not stopped.cancelled():
-                instance.note_end(_stopped(stopped.result().reason, stopped.result().console))
+            await asyncio.wait((exited, halted), return_when=asyncio.FIRST_COMPLETED)
+            if halted.done() and not halted.cancelled():
+                instance.note_end(stopped(halted.result().reason, halted.result().console))
             elif exited.done():
-                instance.note_end(_why(exited.result()))
+                instance.note_end(why(exited.result()))
         finally:
-            stopped.cancel()
+            halted.cancel()
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
         instance = self._instances.pop(sandbox_id, None)
@@ -333,27 +331,3 @@ class MicroVmBackend:
             spare = self.node.spares.take(handle["vm"])
             await self.node.machines.end(handle["vm"], handle["slot"], instance.machine if instance else spare)
         self.node.host.volume.remove_spool(sandbox_id)
-
-
-def _whole(size: int) -> int:
-    """Memory in steps of 2 MiB."""
-    return (size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB)
-
-
-def _stopped(reason: str, console: str) -> InstanceEnd:
-    if _PANIC in console or reason == "guest-panicked":
-        last = next((line for line in console.splitlines() if _PANIC in line), "").strip()[-300:]
-        return InstanceEnd(Cause.GUEST_EXITED, f"the kernel inside panicked: {last}")
-    return InstanceEnd(Cause.GUEST_EXITED, f"the machine shut down ({reason})")
-
-
-def _why(end: Ended) -> InstanceEnd:
-    """Nothing inside reaches its VMM but through the machine that it imitates."""
-    if os.WIFSIGNALED(end.status):
-        number = os.WTERMSIG(end.status)
-        return InstanceEnd(Cause.PLATFORM_KILLED, f"the virtual machine's monitor was ended by signal {number}")
-    said = end.said.strip().splitlines()
-    words = f": {said[-1][:300]}" if said else ""
-    return InstanceEnd(
-        Cause.PLATFORM_KILLED, f"the virtual machine's monitor ended with code {os.WEXITSTATUS(end.status)}{words}"
-    )

@@ -6,13 +6,14 @@ import platform
 from pathlib import Path
 from typing import Literal
 
-from dsec.backends.microvm.node import VmHost, VmNode
+from dsec.backends.microvm.node import VmNode
 from dsec.errors import Unsupported
 from dsec.kernel import kvm
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.host import Finding
 from dsec.kernel.probes import program
 from dsec.store.kernels import KernelStore
+from dsec.vmm.node import VmHost
 from dsec.vmm.qemu import QemuDriver
 
 

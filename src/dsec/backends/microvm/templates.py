@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -33,6 +32,7 @@ from dsec.vmm.disks import copy_data, copy_file
 from dsec.vmm.driver import Shape, Start
 from dsec.vmm.first_words import wait_ready, warm
 from dsec.vmm.machine import Machine, Machines
+from dsec.vmm.template_cache import Template, seal
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,6 @@ KEEP = 16
 """Templates on disk."""
 KEEP_OPEN = 8
 """Templates in memory."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
-
-class Template(Struct, frozen=True):
-    """One that clones can be made of."""
-
-    key: str
-    memory: int
-    """A sealed memfd."""
-    state: int
-    disk: Path
-    """What a clone's disk begins as a copy of; nothing writes to it."""
-    machine: str
-
-    def open_state(self) -> int:
-        """A descriptor of its own for one reader."""
-        return os.open(f"/proc/self/fd/{self.state}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Note(Struct, frozen=True):
@@ -200,16 +183,18 @@ class Templates:
                     disk=lambda: machines.disks.make(name, shape.disk_bytes),
                     disk_bytes=shape.disk_bytes,
                     layers=shape.layers,
-                    make=lambda channel, control, disk, layers: Start(
-                        shape=shape,
-                        machine=kernel.machine,
-                        channel=channel,
-                        control=control,
-                        memory=memory,
-                        disk=disk,
-                        layers=layers,
-                        kernel=image,
-                        initramfs=first,
+                    make=lambda channel, control, disk, layers: machines.driver.command(
+                        Start(
+                            shape=shape,
+                            machine=kernel.machine,
+                            channel=channel,
+                            control=control,
+                            memory=memory,
+                            disk=disk,
+                            layers=layers,
+                            kernel=image,
+                            initramfs=first,
+                        )
                     ),
                 )
             boot_s = await self._wait_and_save(machine, state, self._hot(shape.layers), begun)
@@ -331,8 +316,3 @@ def _closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def seal(fd: int) -> None:
-    """Nothing writes to this memfd, cuts it or enlarges it any more."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

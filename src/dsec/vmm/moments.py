@@ -1,8 +1,8 @@
 """Moments: running machines as they were, memory, devices and disk, for others to go on from.
 
-A moment is a template (`templates.Template`) made of a machine that goes on itself: memory and state in sealed memfds,
-a disk beside those of templates, which share what none has changed. It lives until it is dropped, or the server ends;
-machines that were made of it keep what they have mapped.
+A moment is a template (`template_cache.Template`) made of a machine that goes on itself: memory and state in sealed
+memfds, a disk beside those of templates, which share what none has changed. It lives until it is dropped, or the server
+ends; machines that were made of it keep what they have mapped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dsec.backends.microvm.templates import Template, seal
 from dsec.errors import Unavailable
 from dsec.kernel.private_pages import Copy
 from dsec.ports import Handle
 from dsec.vmm.disks import Disks
 from dsec.vmm.instance import MachineInstance
+from dsec.vmm.template_cache import Template, seal
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Moments:
                     f"the machine can't be copied: {error.strerror}", remedy="See `dsec doctor`; it goes on itself."
                 ) from error
             seal(state)
-            template = Template(name, memory, state, self._disks.template_path(name), handle["machine"])
+            template = Template(name, memory, state, self._disks.template_path(name), handle.get("machine", ""))
             token = bytes.fromhex(handle["token"])
             self._kept[name] = Moment(template, token, held, stood_s, copy.private_bytes)
             undo.pop_all()

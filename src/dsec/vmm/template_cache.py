@@ -1,0 +1,223 @@
+"""Templates: machines that wait, saved, for clones to go on from; kept in memory and on disk.
+
+On disk `<root>/<key>/` holds `memory` and `disk` (sparse), `state` and `template.json`; the least recently used go. In
+use a template is two sealed memfds, which nothing can write to, shrink or grow, and a disk beside those of machines: no
+clone can harm another, and what happens to the files harms none. The launcher holds the descriptors too, so that clones
+of the next server share the same memory. A key covers all that went into a template; one whose inputs changed is
+not found any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from dsec.errors import Unavailable
+from dsec.vmm.disks import copy_data, copy_file
+from dsec.vmm.machine import Machines
+
+log = logging.getLogger(__name__)
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Template(Struct, frozen=True):
+    """One that clones can be made of."""
+
+    key: str
+    memory: int
+    """A sealed memfd."""
+    state: int
+    disk: Path
+    """What a clone's disk begins as a copy of; nothing writes to it."""
+    machine: str = ""
+    """QEMU's name of its kind, where a backend has more than one."""
+
+    def open_state(self) -> int:
+        """A descriptor of its own for one reader."""
+        return os.open(f"/proc/self/fd/{self.state}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Size(Struct, frozen=True):
+    """Of a template's parts."""
+
+    memory_bytes: int
+    disk_bytes: int
+
+
+class _Note(Struct, frozen=True):
+    size: Size
+    boot_s: float
+    created_at: float
+
+
+Make = Callable[[int, int], Awaitable[float]]
+"""`make(memory, state)`: bring a machine up, save it into these, and leave its disk as the template's. How long it took
+until it was ready, in seconds."""
+
+
+class TemplateCache:
+    """All templates of one kind of machine."""
+
+    def __init__(self, root: Path, machines: Machines, *, keep: int, keep_open: int) -> None:
+        """`keep`: how many are kept on disk; `keep_open`: in memory."""
+        self.root = root
+        self._machines = machines
+        self._keep = keep
+        self._keep_open = keep_open
+        self._open: dict[str, Template] = {}
+        self._making: dict[str, asyncio.Task[Template]] = {}
+        self.boots_s: list[float] = []
+        """How long those that were made here took."""
+
+    async def get(self, key: str, size: Size, make: Make) -> Template:
+        """The template; made, or read from disk, where it isn't there. Raises as `make`, OSError."""
+        found = self._open.pop(key, None)
+        if found is not None:
+            self._open[key] = found  # the last used is the last to go
+            return found
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.create_task(self._make(key, size, make), name="template")
+            making.add_done_callback(lambda _: self._making.pop(key, None))
+        return await asyncio.shield(making)
+
+    async def adopt(self, held: frozenset[str]) -> None:
+        """What the launcher holds for an earlier server."""
+        launcher = self._machines.launcher
+        for key in held:
+            if launcher is not None and self.disk(key).exists():
+                memory, state = await launcher.take(key)
+                self._open[key] = Template(key, memory, state, self.disk(key))
+        self._machines.disks.drop_templates(self._open.keys())
+
+    async def hold_all(self) -> None:
+        """Hand what is open to a new launcher."""
+        launcher = self._machines.launcher
+        for template in list(self._open.values()):
+            if launcher is not None:
+                await launcher.hold(template.key, [template.memory, template.state])
+
+    async def remove(self, key: str) -> None:
+        """Clones that live go on. Idempotent."""
+        if key in self._open:
+            await self._let_go(key)
+        await asyncio.to_thread(shutil.rmtree, self.root / key, True)
+        self.disk(key).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Let go of all; clones and the launcher keep theirs."""
+        making = list(self._making.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        while self._open:
+            self._close(next(iter(self._open)))
+
+    def disk(self, key: str) -> Path:
+        """Where the disk is that clones begin with."""
+        return self._machines.disks.template_path(key)
+
+    def _close(self, key: str) -> None:
+        template = self._open.pop(key)
+        os.close(template.memory)
+        os.close(template.state)
+
+    async def _let_go(self, key: str) -> None:
+        self._close(key)
+        if self._machines.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self._machines.launcher.drop(key)
+
+    # --- making ---
+
+    async def _make(self, key: str, size: Size, make: Make) -> Template:
+        template = await asyncio.to_thread(self._load, key, size)
+        if template is None:
+            template = await self._make_new(key, size, make)
+        self._open[key] = template
+        if self._machines.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self._machines.launcher.hold(key, [template.memory, template.state])
+        while len(self._open) > self._keep_open:
+            await self._let_go(next(iter(self._open)))
+        return template
+
+    async def _make_new(self, key: str, size: Size, make: Make) -> Template:
+        with contextlib.ExitStack() as undo:
+            memory, state = (_memfd(name, undo) for name in ("memory", "state"))
+            os.ftruncate(memory, size.memory_bytes)
+            ready_s = await make(memory, state)
+            for fd in (memory, state):
+                seal(fd)
+            await asyncio.to_thread(self._save, key, memory, state, _Note(size, ready_s, time.time()))
+            undo.pop_all()
+        self.boots_s.append(ready_s)
+        return Template(key, memory, state, self.disk(key))
+
+    # --- on disk ---
+
+    def _save(self, key: str, memory: int, state: int, note: _Note) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept = sorted(self.root.glob("*/template.json"), key=lambda path: path.stat().st_mtime)
+        for path in kept[: max(0, len(kept) - self._keep + 1)]:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        temporary = self.root / f".tmp-{secrets.token_hex(8)}"
+        temporary.mkdir(mode=0o700)
+        try:
+            for name, fd in (("memory", memory), ("state", state)):
+                with open(temporary / name, "xb") as file:
+                    copy_data(fd, file.fileno())
+            with open(temporary / "disk", "xb") as file:
+                copy_file(self.disk(key), file.fileno())
+            (temporary / "template.json").write_bytes(msgspec.json.encode(note))
+            temporary.rename(self.root / key)
+        except OSError as error:  # it serves from memory; the next server makes it again
+            log.warning("a template can't be kept on disk: %s", error)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _load(self, key: str, size: Size) -> Template | None:
+        """None where it isn't there, or was cut short."""
+        directory = self.root / key
+        with contextlib.ExitStack() as undo:
+            try:
+                note = msgspec.json.decode((directory / "template.json").read_bytes(), type=_Note)
+                found = [_memfd(name, undo) for name in ("memory", "state")]
+                for name, fd in zip(("memory", "state"), found, strict=True):
+                    with open(directory / name, "rb") as file:
+                        copy_data(file.fileno(), fd)
+                    seal(fd)
+                sizes = Size(os.fstat(found[0]).st_size, (directory / "disk").stat().st_size)
+                if sizes != size or note.size != size or not os.fstat(found[1]).st_size:
+                    raise ValueError("cut short")
+                self._machines.disks.bring(directory / "disk", key)
+                os.utime(directory / "template.json")
+            except (OSError, ValueError, msgspec.MsgspecError):
+                if directory.exists():
+                    log.warning("a template on disk is of no use, and goes: %s", key)
+                    shutil.rmtree(directory, ignore_errors=True)
+                return None
+            undo.pop_all()
+            return Template(key, found[0], found[1], self.disk(key))
+
+
+def seal(fd: int) -> None:
+    """Nobody can write to this memfd any more, or shrink or enlarge it."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def _memfd(name: str, undo: contextlib.ExitStack) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    undo.callback(os.close, fd)
+    return fd
