@@ -32,7 +32,7 @@ IMPORTS_S = 120.0
 READY_S = 30.0
 AHEAD = 2
 """Lanes that a jail has from its beginning, and keeps where nobody calls, each with a worker that waits."""
-_MORE = 2 * (os.cpu_count() or 1)
+SPARE = 2 * (os.cpu_count() or 1)
 """Cells that are made beyond those that somebody waits for, while calls follow one another: most of the time that
 making one takes is waiting, for other processors and until the kernel has let go of the last one."""
 _FDS_SPACE = socket.CMSG_SPACE(messages.MAX_FDS * array.array("i").itemsize)
@@ -49,6 +49,7 @@ class FunctionJail:
         self.warm = warm
         self.broken: DsecError | None = None
         self.used_at = 0.0
+        self.spare = SPARE
         self.users = 0
         """Calls that hold, or wait for, one of its lanes."""
         self._host = host
@@ -129,12 +130,17 @@ class FunctionJail:
         """How many have a worker that waits, and nobody to use it."""
         return len(self._ready)
 
+    @property
+    def preparing_lanes(self) -> int:
+        """For how many a cell is being made."""
+        return self._preparing
+
     async def take(self) -> Lane:
         """A lane whose worker waits for its call. Raises `CreateFailed`, which is why the jail is no good any more."""
         self._check()
         if self._ready:
             return self._ready.popleft()
-        if self._preparing <= len(self._waiting) + _MORE:
+        if self._preparing <= len(self._waiting) + self.spare:
             self.add_lane()
         future: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)

@@ -119,7 +119,7 @@ def pack(value, out, limit, depth=0):
 # --- a worker -------------------------------------------------------------------------------------------------------
 
 
-def serve_call():
+def serve_call(end=os._exit):
     """Wait for the call, run it, answer it. Does not return."""
     os.chdir("/tmp")
     for hook in TO_RUN:
@@ -129,7 +129,7 @@ def serve_call():
     size = struct.unpack("<I", receive(4))[0]
     call = marshal.loads(receive(size))
     if call["compile"]:
-        answer(compiled(call))
+        answer(compiled(call), end)
     if call["env"]:
         os.environ.update(call["env"])
     for name, content in call["files"].items():
@@ -153,15 +153,15 @@ def serve_call():
                 stream.flush()
             except (OSError, ValueError, AttributeError):  # closed, or replaced by something else
                 pass
-        answer(packed)
+        answer(packed, end)
 
 
-def answer(packed):
+def answer(packed, end):
     """Does not return."""
     data = memoryview(struct.pack("<I", len(packed)) + packed)
     while data:
         data = data[os.write(CALL, data) :]
-    os._exit(0)
+    end(0)
 
 
 def compiled(call):
@@ -357,6 +357,34 @@ def state_of(numpy):
         return 0
 
 
+def rehearse(warm):
+    """Let the native part see which pages a call needs."""
+    pair = (ctypes.c_int * 2)()
+    if ctypes.CDLL(None).socketpair(1, 1, 0, pair):  # AF_UNIX, SOCK_STREAM
+        return
+    source = "def f(x):\n    return x\n"
+    call = {
+        "source": source,
+        "name": "f",
+        "args": [1],
+        "kwargs": {},
+        "code": marshal.dumps(compile(source, "", "exec")),
+    }
+    call.update(stdin=b"", files={}, take=[], env={}, limit=1 << 20, compile=False)
+    body = marshal.dumps(call, 2)
+    os.write(pair[0], struct.pack("<I", len(body)) + body)
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            place, kind, _, _, inode = line.split(None, 5)[:5]
+            if kind == "rw-p" or (kind in ("r-xp", "r--p") and inode != "0"):
+                warm.warm_mapping(*(int(word, 16) for word in place.split("-")), kind[1] == "w")
+    if warm.warm_rehearse(*pair):
+        try:
+            serve_call(lambda _: warm.warm_tell())
+        finally:
+            os._exit(1)
+
+
 def main():
     warm = ctypes.PyDLL(f"/proc/self/fd/{WARM}")
     os.close(WARM)
@@ -365,8 +393,11 @@ def main():
     failed = import_all(sys.argv[1:])
     if not failed:
         settle_hooks(warm)
+    warm.warm_mapping.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
     gc.collect()
     gc.freeze()
+    if not failed:
+        rehearse(warm)
     os.write(PARENT, MESSAGE.pack(UP, 0, 0, 0) + failed.encode("utf-8", "replace"))
     if failed:
         return
