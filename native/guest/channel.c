@@ -35,22 +35,11 @@ static struct {
 static uint8_t input[DSEC_HEADER_SIZE + DSEC_MAX_PAYLOAD + 1]; /* one more: request_parse */
 static uint8_t rest[DSEC_HEADER_SIZE + DSEC_MAX_PAYLOAD];
 
-static struct {
-    bool there; /* the channel is one stream for the whole life of this machine */
-    uint8_t bytes[DSEC_TOKEN_SIZE];
-    size_t matched; /* so much of it were the last bytes received */
-} token;
-
-void channel_token(const uint8_t bytes[DSEC_TOKEN_SIZE]) {
-    memcpy(token.bytes, bytes, DSEC_TOKEN_SIZE);
-    token.there = true;
-}
-
 /* A stream for good stays open, and what comes next begins with the token. */
 static void channel_close(void) {
     struct source source = channel.source;
     bool asked = channel.asked;
-    int stream = token.there ? channel.fd : -1;
+    int stream = token_there() ? channel.fd : -1;
     if (stream < 0) drop(&channel.fd);
     dsec_request_free(&channel.request);
     free(channel.answers);
@@ -97,6 +86,14 @@ void channel_open(int fd) {
     channel.source.ready = channel_ready;
     channel.readable = channel.writable = true;
     watch(fd, &channel.source, EPOLLIN | EPOLLRDHUP);
+}
+
+void channel_replace(int fd) {
+    channel_close();
+    dup3(fd, channel.fd, O_CLOEXEC); /* the one before is closed, and watched no more */
+    close(fd);
+    channel.asked = false;
+    watch(channel.fd, &channel.source, EPOLLIN | EPOLLRDHUP);
 }
 
 /* --- sending --------------------------------------------------------------------------------------------------------------------- */
@@ -362,7 +359,7 @@ static int on_configure(const struct dsec_header *header, const uint8_t *payload
 }
 
 static int on_frame(const struct dsec_header *header, uint8_t *payload) {
-    bool to_copy = token.there && (header->type == DSEC_CONFIGURE || header->type == DSEC_HALT);
+    bool to_copy = token_there() && (header->type == DSEC_CONFIGURE || header->type == DSEC_HALT);
     if (!channel.greeted && header->type != DSEC_HELLO && !to_copy) return -EPROTO;
     struct op *op = op_find(header->op);
     switch (header->type) {
@@ -428,28 +425,10 @@ static int on_bytes(size_t size) {
     return error ? error : on_frame(&header, input + DSEC_HEADER_SIZE);
 }
 
-/* Where the token ends in what was received; 0: not in it. It may have begun in what was received before. */
-static size_t find_token(const uint8_t *data, size_t size) {
-    for (size_t at = 0; at < size;) {
-        if (token.matched == 0) {
-            const uint8_t *first = memchr(data + at, token.bytes[0], size - at);
-            if (!first) return 0;
-            at = (size_t)(first - data) + 1;
-            token.matched = 1;
-        } else if (data[at] != token.bytes[token.matched]) {
-            token.matched = 0; /* its first byte is none of its others, so that it begins here or later */
-        } else if (at++, ++token.matched == DSEC_TOKEN_SIZE) {
-            token.matched = 0;
-            return at;
-        }
-    }
-    return 0;
-}
-
 /* The same of a stream for good. What was read goes no further than a frame, or than the HELLO behind a token. */
 static int on_stream(size_t size) {
     uint8_t *fresh = input + channel.received;
-    size_t end = find_token(fresh, size);
+    size_t end = token_find(fresh, size);
     if (!end) return channel.seeking ? 0 : on_bytes(size);
     channel_close();
     channel.seeking = false;
@@ -472,7 +451,7 @@ static bool receive(void) {
         channel.readable = errno == EINTR;
         return false;
     }
-    if (got == 0 && token.there) { /* nobody is there, or the news that somebody is comes behind what he sends: the token tells */
+    if (got == 0 && token_there()) { /* nobody is there, or the news that somebody is comes behind what he sends: the token tells */
         channel.readable = false;
         return false;
     }
@@ -480,7 +459,7 @@ static bool receive(void) {
         channel_close();
         return false;
     }
-    int error = token.there ? on_stream((size_t)got) : !channel.packets ? on_bytes((size_t)got) : (size_t)got > want ? -EPROTO : on_packet((size_t)got);
+    int error = token_there() ? on_stream((size_t)got) : !channel.packets ? on_bytes((size_t)got) : (size_t)got > want ? -EPROTO : on_packet((size_t)got);
     if (error) hang_up(error);
     return !error;
 }

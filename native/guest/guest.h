@@ -199,6 +199,7 @@ void ops_read_some(void);
 /* --- channel.c ----------------------------------------------------------------------------------------------------------------- */
 
 void channel_open(int fd);
+void channel_replace(int fd); /* the stream for good goes on at a connection of a later edge */
 void channel_turn(void);          /* receive and send some */
 bool channel_busy(void);          /* it could go on without waiting */
 void channel_refuse(uint64_t op, int error, const char *why);
@@ -221,10 +222,16 @@ int terminal_resize(const struct op *op);
 bool terminal_type_end(struct op *op); /* false: again when the input takes more */
 int terminal_take(uid_t owner);        /* in the child, the leader of a new session, whose stdin it is */
 
+/* --- token.c ------------------------------------------------------------------------------------------------------------------- */
+
+bool token_there(void);
+size_t token_find(const uint8_t *data, size_t size);
+
 /* --- vm.c ---------------------------------------------------------------------------------------------------------------------- */
 
 void vm_serve(void);    /* the same as a service of a machine that has booted by itself */
 void vm_boot(void);     /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP */
+void port_listen(void); /* for later edges, where each makes a connection of its own */
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
 int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of a fork's child. 0, or a negative errno at `what` */
 int vm_write_down(void); /* HALT: doesn't return */

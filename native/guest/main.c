@@ -186,6 +186,7 @@ static void set_up(bool cgroups) {
     event.data.ptr = &control;
     if (guest.control >= 0 && epoll_ctl(guest.epoll, EPOLL_CTL_ADD, guest.control, &event)) _exit(71);
     channel_open(DSEC_FD_CHANNEL);
+    port_listen();
 }
 
 static int wait_ms(void) {

@@ -4,7 +4,7 @@
  *
  * First from the initramfs to a machine that waits: modules, devices, layers with the disk over them. A template is saved while it waits, and
  * every clone goes on from there, with a copy of its disk. Disks are known by their serials: m0, d0, m1, d1, ... (a layer's image and its
- * data, top first), and `disk`.
+ * data, top first), and `disk`; a VMM that gives them none has `dsec.disks=disk,m0,d0,...` in the command line, in the order of their devices.
  * Then what makes a clone somebody: clock, random seed, names. That comes as CONFIGURE, the first frame on the port. After it the guest goes
  * on as in a container; the port is its channel. */
 #include <dirent.h>
@@ -16,7 +16,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
@@ -31,15 +30,13 @@
 
 #include "bytes.h"
 #include "guest.h"
+#include "vm.h"
 
-#define PORT_NAME "dsec"
-#define PORT_WAIT_MS 10000
 #define WARM_BYTES (48u << 20)
 #define NEW_ROOT "/n"
 #define MOST_LAYERS 400
 #define GROUPS_DIR "/sys/fs/cgroup/dsec"
 
-static int port = -1;
 static int urandom = -1, machine_id = -1; /* opened before the template is saved: what a clone does first it does at the speed of cold code */
 
 _Noreturn void vm_halt(void) {
@@ -56,7 +53,7 @@ static void say_to(const char *path, const char *text) {
     close(fd);
 }
 
-static _Noreturn void give_up(const char *what, int error) {
+_Noreturn void vm_give_up(const char *what, int error) {
     char line[256];
     snprintf(line, sizeof line, "<0>dsec: %s: %s\n", what, strerror(error));
     say_to("/dev/kmsg", line);
@@ -79,7 +76,7 @@ static size_t read_text(const char *path, char *text, size_t capacity) {
 
 static void must_mount(const char *source, const char *target, const char *type, unsigned long flags, const char *options) {
     mkdir(target, 0755);
-    if (mount(source, target, type, flags, options)) give_up(target, errno);
+    if (mount(source, target, type, flags, options)) vm_give_up(target, errno);
 }
 
 static int by_name(const struct dirent **a, const struct dirent **b) { return strcmp((*a)->d_name, (*b)->d_name); }
@@ -93,7 +90,7 @@ static void load_modules(void) {
         char path[300];
         snprintf(path, sizeof path, "/modules/%s", found[i]->d_name);
         int fd = open(path, O_RDONLY | O_CLOEXEC);
-        if (syscall(SYS_finit_module, fd, "", 0) && errno != EEXIST) give_up(path, errno);
+        if (syscall(SYS_finit_module, fd, "", 0) && errno != EEXIST) vm_give_up(path, errno);
         close(fd);
         unlink(path);
         free(found[i]);
@@ -102,7 +99,7 @@ static void load_modules(void) {
 }
 
 /* The device whose `attribute` in `class` is `value`: "/dev/NAME" in `path`. */
-static bool find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity) {
+bool vm_find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity) {
     char name[300], text[64];
     DIR *dir = opendir(class);
     bool found = false;
@@ -115,22 +112,34 @@ static bool find_device(const char *class, const char *attribute, const char *va
     return found;
 }
 
-static void open_port(void) {
-    char path[80];
-    for (int i = 0; port < 0 && i < PORT_WAIT_MS; i++) {
-        if (find_device("/sys/class/virtio-ports", "name", PORT_NAME, path, sizeof path)) port = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
-        if (port < 0) usleep(1000);
+/* What the kernel's command line says of `name`, which ends with '='. */
+bool vm_command_line(const char *name, char *value, size_t capacity) {
+    static char line[4096];
+    if (!line[0] && !read_text("/proc/cmdline", line, sizeof line)) return false;
+    const char *at = strstr(line, name);
+    if (!at) return false;
+    at += strlen(name);
+    snprintf(value, capacity, "%.*s", (int)strcspn(at, " "), at);
+    return true;
+}
+
+static bool find_disk(const char *serial, char *path, size_t capacity) {
+    char disks[2048], *rest = disks, *name;
+    if (vm_find_device("/sys/block", "serial", serial, path, capacity)) return true;
+    if (!vm_command_line("dsec.disks=", disks, sizeof disks)) return false;
+    for (char letter = 'a'; letter <= 'z' && (name = strsep(&rest, ",")); letter++) {
+        if (strcmp(name, serial) == 0) return snprintf(path, capacity, "/dev/vd%c", letter) > 0;
     }
-    if (port < 0) give_up("the port of the channel is missing", ENODEV);
+    return false;
 }
 
 static void mount_layers(void) {
     for (int i = 0; i < MOST_LAYERS; i++) {
         char serial[16], image[80], data[80], target[16], options[100] = "";
         snprintf(serial, sizeof serial, "m%d", i);
-        if (!find_device("/sys/block", "serial", serial, image, sizeof image)) break;
+        if (!find_disk(serial, image, sizeof image)) break;
         snprintf(serial, sizeof serial, "d%d", i);
-        if (find_device("/sys/block", "serial", serial, data, sizeof data)) snprintf(options, sizeof options, "device=%s", data);
+        if (find_disk(serial, data, sizeof data)) snprintf(options, sizeof options, "device=%s", data);
         snprintf(target, sizeof target, "/l/%d", i);
         must_mount(image, target, "erofs", MS_RDONLY | MS_NOATIME, options);
     }
@@ -164,14 +173,14 @@ static void make_dev(void) {
 }
 
 static void must(const char *what, int result) {
-    if (result) give_up(what, errno);
+    if (result) vm_give_up(what, errno);
 }
 
 /* A mount point in the image: made where it is missing, refused where it is a link. */
 static void mount_point(const char *path) {
     struct stat st;
     if (lstat(path, &st)) must(path, mkdir(path, 0755));
-    else if (!S_ISDIR(st.st_mode)) give_up(path, ENOTDIR);
+    else if (!S_ISDIR(st.st_mode)) vm_give_up(path, ENOTDIR);
 }
 
 static void mount_root(void) {
@@ -183,7 +192,7 @@ static void mount_root(void) {
         if (access(path, F_OK)) break;
         used += (size_t)snprintf(options + used, sizeof options - used, "%s%s", i ? ":" : "", path);
     }
-    if (!find_device("/sys/block", "serial", "disk", device, sizeof device)) give_up("find the disk", ENODEV);
+    if (!find_disk("disk", device, sizeof device)) vm_give_up("find the disk", ENODEV);
     mkdir("/disk", 0700);
     must("mount the disk", mount(device, "/disk", "ext4", MS_NOATIME, NULL));
     mkdir("/disk/upper", 0755);
@@ -204,36 +213,10 @@ static void mount_root(void) {
 
 /* --- the first frames -------------------------------------------------------------------------------------------------------------- */
 
-static int arrivals = -1; /* epoll */
-
-static void wait_for_port(void) {
-    struct epoll_event event;
-    epoll_wait(arrivals, &event, 1, -1); /* edge-triggered: that nobody is connected is told once */
-}
-
-static void take(uint8_t *data, size_t size) {
-    for (size_t have = 0; have < size;) {
-        ssize_t got = read(port, data + have, size - have);
-        if (got > 0) have += (size_t)got;
-        else wait_for_port();
-    }
-}
-
-static void put(uint8_t type, const uint8_t *payload, size_t size) {
-    uint8_t frame[DSEC_HEADER_SIZE + 8 + 256];
-    dsec_put_header(frame, &(struct dsec_header){(uint32_t)size, type, 0, 0});
-    memcpy(frame + DSEC_HEADER_SIZE, payload, size);
-    for (size_t sent = 0, whole = DSEC_HEADER_SIZE + size; sent < whole;) {
-        ssize_t put = write(port, frame + sent, whole - sent);
-        if (put > 0) sent += (size_t)put;
-        else wait_for_port();
-    }
-}
-
 static void put_ns(uint8_t type, uint64_t ns) {
     uint8_t payload[8];
     put_u64(payload, ns);
-    put(type, payload, sizeof payload);
+    port_put(type, payload, sizeof payload);
 }
 
 static _Noreturn void refuse(const char *what, int error) {
@@ -243,8 +226,8 @@ static _Noreturn void refuse(const char *what, int error) {
     put_u32(payload, (uint32_t)error);
     put_u32(payload + 4, 0);
     memcpy(payload + 8, why, strlen(why));
-    put(DSEC_REFUSED, payload, 8 + strlen(why));
-    for (;;) wait_for_port(); /* whoever made the machine ends it */
+    port_put(DSEC_REFUSED, payload, 8 + strlen(why));
+    for (;;) port_wait(); /* whoever made the machine ends it */
 }
 
 /* --- a clone becomes somebody ------------------------------------------------------------------------------------------------------ */
@@ -389,9 +372,9 @@ static void first_frames(void) {
     size_t left = WARM_BYTES;
     do {
         put_ns(DSEC_READY, now_ns());
-        take(head, sizeof head);
+        port_take(head, sizeof head);
         if (dsec_get_header(head, &header)) refuse("CONFIGURE was expected", EPROTO);
-        take(payload, header.size);
+        port_take(payload, header.size);
         if (header.type == DSEC_WARM) warm_all(payload, header.size, &left);
         else if (header.type != DSEC_CONFIGURE) refuse("CONFIGURE was expected", EPROTO);
     } while (header.type != DSEC_CONFIGURE);
@@ -424,18 +407,12 @@ void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {
     for (size_t i = 0; i < 5; i++) put_u64(status + 8 * i, values[i]);
 }
 
-static void wait_on_port(void) {
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET};
-    arrivals = epoll_create1(EPOLL_CLOEXEC);
-    if (arrivals < 0 || epoll_ctl(arrivals, EPOLL_CTL_ADD, port, &event)) give_up("wait for the port", errno);
-}
-
 /* From the first frames to a guest as in a container: the port becomes its channel, its groups are where it expects them. */
 static void become_somebody(void) {
+    port_begin();
     first_frames();
-    close(arrivals);
     int groups = open(GROUPS_DIR, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int at = fcntl(port, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1); /* out of the way of the numbers that they get */
+    int at = port_end(DSEC_FD_CGROUP + 1); /* out of the way of the numbers that they get */
     if (groups >= 0) groups = fcntl(groups, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1);
     dup3(at, DSEC_FD_CHANNEL, O_CLOEXEC);
     if (groups >= 0) dup3(groups, DSEC_FD_CGROUP, O_CLOEXEC);
@@ -448,14 +425,13 @@ void vm_boot(void) {
     must_mount("sysfs", "/sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     must_mount("devtmpfs", "/dev", "devtmpfs", MS_NOSUID, "mode=0755");
     load_modules();
-    open_port();
+    port_open();
     mkdir("/l", 0755);
     mount_layers();
     make_groups();
     loopback_up();
     make_dev();
     say_to("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
-    wait_on_port();
     mount_root();
     machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
@@ -467,10 +443,9 @@ void vm_boot(void) {
 void vm_serve(void) {
     guest.machine = true;
     guest.service = true;
-    open_port();
+    port_open();
     say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
     mkdir(GROUPS_DIR, 0755);
-    wait_on_port();
     machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
     sync();

@@ -140,7 +140,14 @@ def open_machines(config: Config, host: Host, templates: Path | None = None) -> 
     Blocks for a moment: KVM is tried."""
     groups = CgroupRoot.detect(f"dsec-{config.instance}-vm", config.run / "cgroup2")
     parts = _machine_host(config, host)
-    return find_node(parts, groups, accel=config.vm_accel, spare=config.vm_spare, templates=templates)
+    return find_node(
+        parts,
+        groups,
+        accel=config.vm_accel,
+        monitor=config.vm_monitor,
+        spare=config.vm_spare,
+        templates=templates,
+    )
 
 
 def open_full_machines(config: Config, host: Host, beside: VmNode, templates: Path | None = None) -> FullNode:

@@ -5,7 +5,9 @@ By argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (de
 64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_REGISTRIES` (which callers may name; default `*`: any at a
 public address), `DSEC_DOCKER_LOGIN` (projects for which the server uses its own Docker login; default none),
 `DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap),
-`DSEC_VM_ACCEL` (`kvm` or `tcg`; default: kvm where it is fit), `DSEC_VM_SPARE` (of machines: how many to have ready).
+`DSEC_VM_ACCEL` (`kvm` or `tcg`; default: kvm where it is fit), `DSEC_VM_SPARE` (of machines: how many to have ready),
+`DSEC_VMM` (of microVMs: `qemu`, `firecracker`, or `firecracker+uffd`, whose memory our own handler serves page by page;
+default: Firecracker where its program, a fit KVM and a built kernel are there).
 What doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
 path, so that several servers fit on one host.
 """
@@ -43,6 +45,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """Of data of layers that are filled on demand; the least recently used goes."""
     vm_accel: str = ""
     """What runs code of virtual machines: kvm, tcg; empty: kvm where it is fit."""
+    vm_monitor: str = ""
+    """What runs microVMs: qemu, firecracker, firecracker+uffd; empty: what the host can."""
     vm_spare: int = 2
     """Virtual machines to have ready of a kind that is in use."""
     zram_bytes: int | None = None
@@ -75,6 +79,11 @@ def read_config(state: Path | None = None) -> Config:
     accel, spare = os.environ.get("DSEC_VM_ACCEL", ""), os.environ.get("DSEC_VM_SPARE") or "2"
     if accel not in ("", "kvm", "tcg"):
         raise InvalidRequest(f"DSEC_VM_ACCEL is {accel!r}", remedy="It is kvm, tcg, or not set.")
+    monitor = os.environ.get("DSEC_VMM", "")
+    if monitor not in ("", "qemu", "firecracker", "firecracker+uffd"):
+        raise InvalidRequest(
+            f"DSEC_VMM is {monitor!r}", remedy="It is qemu, firecracker, firecracker+uffd, or not set."
+        )
     if not spare.isdecimal():
         raise InvalidRequest(f"DSEC_VM_SPARE is {spare!r}", remedy="It is a number of machines.")
     return Config(
@@ -85,6 +94,7 @@ def read_config(state: Path | None = None) -> Config:
         lazy=msgspec.convert(way, Way),
         cache_bytes=int(cache_gib) << 30,
         vm_accel=accel,
+        vm_monitor=monitor,
         vm_spare=int(spare),
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )

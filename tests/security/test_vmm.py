@@ -122,10 +122,21 @@ def test_the_filter_refuses_what_it_does_not_name() -> None:
     assert _verdict(0, arch=0x40000003) == 0x80000000
 
 
-def _verdict(number: int, argument: int = 0, *, arch: int = 0xC000003E) -> int:
+def test_monitors_that_make_their_sockets_make_unix_sockets_alone() -> None:
+    socket, connect, bind, userfaultfd, unix = 41, 42, 49, 323, 1
+    for number in (connect, bind, userfaultfd):
+        assert _verdict(number, sockets=True) == 0x7FFF0000
+        assert _verdict(number) >> 16 == 0x0005
+    assert _verdict(socket, unix, sockets=True) == 0x7FFF0000
+    for family in (2, 10, 16, 17, 40):  # IP, netlink, packets, vsock
+        assert _verdict(socket, family, sockets=True) >> 16 == 0x0005
+    assert _verdict(socket, unix) >> 16 == 0x0005
+
+
+def _verdict(number: int, argument: int = 0, *, arch: int = 0xC000003E, sockets: bool = False) -> int:
     values = {0: number, 4: arch, 16: argument, 32: 0}
     at, accumulator = 0, 0
-    program = filter_program()
+    program = filter_program(sockets=sockets)
     while True:
         code, yes, no, operand = program[at]
         at += 1

@@ -36,6 +36,11 @@ SOURCE_PACKAGE = "linux-source"
 BUILD_PACKAGES = ("flex", "bison", "bc", "libelf-dev", "make", "gcc", "xz-utils")
 NEEDED_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay")
 CONFIG_FILE = "guest.config"
+NEEDED_OPTIONS = (
+    *("BINFMT_ELF", "BLK_DEV_INITRD", "DEVTMPFS", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "PROC_FS", "SYSFS", "TMPFS"),
+    *("VIRTIO_BLK", "VIRTIO_CONSOLE", "VIRTIO_MMIO", "VIRTIO_PCI", "VIRTIO_VSOCKETS", "SERIAL_8250_CONSOLE"),
+)
+"""Without one of these no machine boots."""
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 _SUFFIX = re.compile(r"\.ko(\.xz|\.zst)?$")
 
@@ -69,13 +74,14 @@ class KernelStore:
             found.append(msgspec.json.decode(note.read_bytes(), type=Kernel))
         return sorted(found, key=lambda each: (each.origin != "built", -each.created_at))
 
-    def best(self) -> Kernel:
-        """The kernel that machines boot with. Raises `Unsupported` where there is none."""
-        found = self.list()
+    def best(self, *, built: bool = False) -> Kernel:
+        """The kernel that machines boot with; `built`: of those alone that were built here. Raises `Unsupported` where
+        there is none."""
+        found = [each for each in self.list() if not built or each.origin == "built"]
         if not found:
             raise Unsupported(
-                "this node has no kernel for virtual machines",
-                remedy="Run `dsec kernel import` or `dsec kernel build`.",
+                "this node has no kernel for virtual machines" + (" that was built for them" if built else ""),
+                remedy="Run `dsec kernel build`." if built else "Run `dsec kernel import` or `dsec kernel build`.",
             )
         return found[0]
 
@@ -150,6 +156,7 @@ class KernelStore:
             (scratch / CONFIG_FILE).write_bytes(fragment)
             make = ["make", "-s", "-C", str(scratch / "source"), f"-j{jobs or os.cpu_count() or 1}"]
             _run([*make, f"KCONFIG_ALLCONFIG={scratch / CONFIG_FILE}", "allnoconfig"])
+            self._check_options(scratch / "source/.config", fragment.decode(), say)
             say("compiling: about ten minutes on two CPUs")
             _run([*make, "vmlinux"])
             release = (scratch / "source/include/config/kernel.release").read_text().strip()
@@ -157,6 +164,22 @@ class KernelStore:
             (target / "modules").mkdir(parents=True)
             _run(["strip", "-o", str(target / "kernel"), str(scratch / "source/vmlinux")])
             return self._place(target, release, label, built=True)
+
+    def _check_options(self, config: Path, fragment: str, say: Progress) -> None:
+        """An option that this source lacks, or that needs another which is off, is left out without a word by make."""
+        there = set(config.read_text().splitlines())
+        missing = [
+            line.removeprefix("CONFIG_").split("=")[0]
+            for line in fragment.splitlines()
+            if line.startswith("CONFIG_") and line not in there
+        ]
+        if broken := [name for name in missing if name in NEEDED_OPTIONS]:
+            raise PlatformError(
+                f"this source cannot be built with {', '.join(broken)}",
+                remedy="Name the source of a Linux from 6.1 on.",
+            )
+        if missing:
+            say(f"this source has no {', '.join(missing)}")
 
     def _scratch(self) -> _Scratch:
         self.root.mkdir(parents=True, exist_ok=True)

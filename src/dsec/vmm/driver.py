@@ -1,12 +1,13 @@
 """The protocol between the backend and a virtual machine monitor (VMM): what it boots, clones and controls.
 
 A driver says how its VMM is started, with everything that it may use as open descriptors, and talks to the control
-socket of one that runs. `qemu.py` is the one that is there.
+socket of one that runs. `qemu.py` and `firecracker.py` are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -37,9 +38,10 @@ class Start(Struct, frozen=True, kw_only=True):
     machine: str
     """As in `store.kernels.Kernel`."""
     channel: int
-    """A unix socket that listens: whoever connects is at the other end of the machine's port."""
+    """A unix socket that listens: whoever connects is at the other end of the machine's port. For drivers that
+    `listens` it is `control`, too."""
     control: int
-    """The same for the VMM's own commands."""
+    """The same for the VMM's own commands. For drivers that `listens`: a directory of the VMM's own."""
     memory: int
     """A file as large as the machine's memory."""
     disk: int
@@ -58,6 +60,10 @@ class Command(Struct, frozen=True):
 
     argv: tuple[str, ...]
     fds: tuple[int, ...]
+    begin: Callable[[VmmControl], Awaitable[None]] | None = None
+    """What the VMM is told as soon as it answers. Raises `Unavailable`."""
+    file_bytes: int = 0
+    """The largest file that it has to write, if that isn't its disk."""
 
 
 class VmmEnd(Struct, frozen=True):
@@ -108,6 +114,11 @@ class VmmDriver(Protocol):
     """How one kind of VMM is used."""
 
     name: ClassVar[str]
+    listens: ClassVar[bool]
+    """Whether its VMM makes its sockets itself, below a directory that it is handed, instead of being handed them."""
+    built_kernel: ClassVar[bool]
+    """Whether it boots only what `dsec kernel build` makes."""
+    most_vcpus: ClassVar[int]
 
     @property
     def accel(self) -> str:
@@ -137,4 +148,13 @@ class VmmDriver(Protocol):
 
     async def control(self, path: Path) -> VmmControl:
         """Connect to the control socket. Raises `Unavailable`."""
+        ...
+
+    async def connect(self, directory: Path) -> socket.socket:
+        """To the port of a machine that runs; one connection at a time is served. `directory`: of its sockets. Raises
+        `Unavailable`."""
+        ...
+
+    def own_end(self, status: int, said: str) -> VmmEnd | None:
+        """Why its machine ended, where the VMM ended (`status` as wait(2) says) because its machine did."""
         ...

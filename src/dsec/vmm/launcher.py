@@ -1,8 +1,8 @@
 """The launcher: the process that starts virtual machine monitors (VMMs), and outlives the server.
 
-Run as a program by its path, without the rest of dsec: `launcher.py SOCKET PROGRAM [DIRECTORY...]`. It listens on
-SOCKET (SOCK_SEQPACKET; the last connection is the one that counts), goes to the background when it does, and ends by
-`shutdown`. Messages are JSON objects, descriptors travel beside them.
+Run as a program by its path, without the rest of dsec: `launcher.py SOCKET [--sockets] PROGRAM [DIRECTORY...]`. It
+listens on SOCKET (SOCK_SEQPACKET; the last connection is the one that counts), goes to the background when it does, and
+ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
 
     hello                        -> {"epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}
@@ -17,6 +17,7 @@ its root a tree that holds PROGRAM, its libraries and nothing else, read-only. W
 as open descriptors. It dies with the launcher. One seccomp filter is loaded here, before anything is started, and
 inherited by all: never a BPF program for each (the kernel frees them through one work queue, and has wedged over
 thousands at once). What the filter leaves that only root may do, set-up needs here; a VMM lacks the capabilities.
+`--sockets`: VMMs may make unix sockets, and serve page faults of their own (`userfaultfd`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 from typing import Any
@@ -80,15 +82,18 @@ ALLOWED = (
     116, 117, 119, 161, 165, 166, 272, 308,
 )  # fmt: skip
 """Numbers of x86-64's system calls."""
+ALLOWED_SOCKETS = (42, 49, 87, 323)
+"""connect, bind, unlink, userfaultfd: with `--sockets`."""
 
 _ARCH = 0xC000003E
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_CLONE, _UNSHARE, _PRCTL, _SETSOCKOPT, _CLONE3 = 56, 272, 157, 54, 435
+_SOCKET, _CLONE, _UNSHARE, _PRCTL, _SETSOCKOPT, _CLONE3 = 41, 56, 272, 157, 54, 435
+_AF_UNIX = 1
 _EPERM, _ENOSYS = 1, 38
 
 
-def filter_program() -> list[tuple[int, int, int, int]]:
-    """The filter: (code, jump if true, jump if false, operand) each."""
+def filter_program(*, sockets: bool = False) -> list[tuple[int, int, int, int]]:
+    """The filter: (code, jump if true, jump if false, operand) each. `sockets`: as `--sockets`."""
     load, equal, is_set, answer = 0x20, 0x15, 0x45, 0x06
 
     def argument(number: int) -> tuple[int, int, int, int]:
@@ -106,13 +111,16 @@ def filter_program() -> list[tuple[int, int, int, int]]:
         program += [(equal, 0, 1, option), (answer, 0, 0, _ERRNO | _EPERM)]
     program += [(answer, 0, 0, _ALLOW)]
     program += [(equal, 0, 1, _CLONE3), (answer, 0, 0, _ERRNO | _ENOSYS)]  # its flags can't be seen: use clone
-    for number in sorted(set(ALLOWED) - {_CLONE, _UNSHARE, _PRCTL, _SETSOCKOPT}):
+    if sockets:
+        program += [(equal, 0, 4, _SOCKET), argument(0), (equal, 1, 0, _AF_UNIX), (answer, 0, 0, _ERRNO | _EPERM)]
+        program += [(answer, 0, 0, _ALLOW)]
+    for number in sorted(set(ALLOWED + (ALLOWED_SOCKETS if sockets else ())) - {_CLONE, _UNSHARE, _PRCTL, _SETSOCKOPT}):
         program += [(equal, 0, 1, number), (answer, 0, 0, _ALLOW)]
     return [*program, (answer, 0, 0, _ERRNO | _EPERM)]
 
 
-def load_filter() -> None:
-    program = filter_program()
+def load_filter(*, sockets: bool = False) -> None:
+    program = filter_program(sockets=sockets)
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in program))
     header = struct.pack("<H6xQ", len(program), ctypes.addressof(code))
     _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(header), 0, 0), "load the seccomp filter")
@@ -146,7 +154,7 @@ def prctl(option: int, value: int) -> None:
 # --- the root of a VMM ------------------------------------------------------------------------------------------------
 
 
-def make_root(paths: list[str]) -> None:
+def make_root(paths: list[str], *, sockets: bool = False) -> None:
     """This process's root from now on: `paths` of the host, read-only, a few devices, nothing else of the host's."""
     unshare(NEWNS)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -154,7 +162,14 @@ def make_root(paths: list[str]) -> None:
     mount("dsec", top, "tmpfs", MS_NOSUID, "size=64k,mode=0755")
     for name in ("proc", "dev", "old"):
         os.mkdir(f"{top}/{name}", 0o755)
-    for name in ("null", "zero", "urandom", "kvm"):
+    for name in (
+        "kvm",
+        *(["userfaultfd"] if sockets else []),
+    ):  # nodes of their own: the host's may be for a group alone
+        if os.path.exists(f"/dev/{name}"):
+            os.mknod(f"{top}/dev/{name}", stat.S_IFCHR, os.stat(f"/dev/{name}").st_rdev)
+            os.chmod(f"{top}/dev/{name}", 0o666)
+    for name in ("null", "zero", "urandom"):
         if os.path.exists(f"/dev/{name}"):
             os.close(os.open(f"{top}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
             mount(f"/dev/{name}", f"{top}/dev/{name}", None, MS_BIND)
@@ -374,6 +389,9 @@ def start(request: dict[str, Any], fds: list[int], said: int, failed: int) -> No
 
 def main() -> None:
     path, paths = sys.argv[1], sys.argv[2:]
+    sockets = paths[0] == "--sockets"
+    if sockets:
+        del paths[0]
     os.umask(0o077)
     if os.path.exists(path):
         os.unlink(path)
@@ -381,9 +399,9 @@ def main() -> None:
     listening.bind(path)
     listening.listen(4)
     os.umask(0o022)
-    make_root(paths)
+    make_root(paths, sockets=sockets)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    load_filter()
+    load_filter(sockets=sockets)
     if os.fork():
         os._exit(0)
     os.setsid()

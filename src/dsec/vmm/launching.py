@@ -47,10 +47,11 @@ class LauncherState(Struct, frozen=True):
     held: frozenset[str]
 
 
-async def start_launcher(path: Path, paths: Sequence[str], *, unit: str) -> None:
+async def start_launcher(path: Path, paths: Sequence[str], *, unit: str, sockets: bool = False) -> None:
     """Start a launcher that outlives this process; returns when it listens. `paths`: what its VMMs see of the host.
-    Where systemd runs the host it gets a scope of its own. Raises `Unavailable` with what it said."""
-    argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(path), *paths]
+    `sockets`: whether they make sockets (`VmmDriver.listens`). Where systemd runs the host it gets a scope of its own.
+    Raises `Unavailable` with what it said."""
+    argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(path), *(["--sockets"] if sockets else []), *paths]
     try:
         said = await lasting.start(argv, unit=unit, cwd="/", static=False)
     except OSError as error:

@@ -14,8 +14,7 @@ import shutil
 import signal
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsec.errors import CreateFailed, Unavailable
@@ -26,6 +25,7 @@ from dsec.store.layers import LayerStore
 from dsec.vmm.disks import Disks
 from dsec.vmm.driver import Command, LayerDisks, VmmControl, VmmDriver
 from dsec.vmm.launching import Ended, LauncherClient
+from dsec.vmm.sockets import connect, listen, short
 
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""
@@ -42,25 +42,24 @@ _READ = os.O_RDONLY | os.O_CLOEXEC
 class Machine:
     """One that runs."""
 
-    def __init__(self, name: str, slot: Slot, control: VmmControl, directory: Path, pid: int) -> None:
+    def __init__(
+        self, name: str, slot: Slot, control: VmmControl, directory: Path, pid: int, *, driver: VmmDriver
+    ) -> None:
         self.name = name
         self.slot = slot
         self.control = control
         self.directory = directory
         self.pid = pid
         """The host's number of its VMM."""
+        self._driver = driver
 
     def connect(self, name: str = "channel") -> socket.socket:
-        """To its port, or its `console`; one at a time is served. Raises `Unavailable`."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            with _short(self.directory) as directory:
-                sock.connect(f"{directory}/{name}")
-        except OSError as error:
-            sock.close()
-            raise Unavailable(f"the virtual machine's {name} can't be reached: {error}") from None
-        sock.setblocking(False)
-        return sock
+        """To its port, or its `console`, where it was handed these; one at a time is served. Raises `Unavailable`."""
+        return connect(self.directory, name)
+
+    async def port(self) -> socket.socket:
+        """To its port, whatever its VMM makes of it. Raises `Unavailable`."""
+        return await self._driver.connect(self.directory)
 
 
 class Machines:
@@ -137,12 +136,18 @@ class Machines:
 
             own = await asyncio.to_thread(disk)
             stack.callback(os.close, own)
-            channel, control = (stack.enter_context(_listen(directory, each)) for each in ("channel", "control"))
+            uid = UID_BASE + zlib.crc32(name.encode()) % UIDS
+            if self.driver.listens:
+                channel = control = opened(self._own_directory(directory, uid), os.O_PATH | os.O_CLOEXEC)
+                os.fchown(own, uid, uid)  # it opens what it is handed once more, as itself
+            else:
+                sockets = (stack.enter_context(listen(directory, each)) for each in ("channel", "control"))
+                channel, control = (each.fileno() for each in sockets)
             if console is not None:
-                console(stack.enter_context(_listen(directory, "console")).fileno())
+                console(stack.enter_context(listen(directory, "console")).fileno())
             files = [self._layers.files(digest) for digest in layers]
             disks = tuple(LayerDisks(opened(each.image), opened(each.data) if each.data else None) for each in files)
-            command = make(channel.fileno(), control.fileno(), own, disks)
+            command = make(channel, control, own, disks)
             group = Path(slot.v2, "vm")  # a group that was ever killed kills what comes into it later (Linux to 6.18)
             group.mkdir()  # noqa: ASYNC240 (microseconds)
             groups = [opened(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for each in (group, *slot.v1)]
@@ -153,19 +158,34 @@ class Machines:
                     command.argv,
                     groups=groups,
                     fds=command.fds,
-                    uid=UID_BASE + zlib.crc32(name.encode()) % UIDS,
-                    file_bytes=disk_bytes,
+                    uid=uid,
+                    file_bytes=max(disk_bytes, command.file_bytes),
                     oom_score_adj=OOM_SCORE_ADJ,
                 )
             except CreateFailed:
                 del self._exits[name]
                 raise
-        return Machine(name, slot, await self._control(name), directory, pid)
+            found = await self._control(name)
+            if command.begin is not None:
+                try:
+                    await command.begin(found)
+                except BaseException:
+                    found.close()
+                    raise
+        return Machine(name, slot, found, directory, pid, driver=self.driver)
+
+    @staticmethod
+    def _own_directory(directory: Path, uid: int) -> Path:
+        """Where a VMM may make its sockets."""
+        own = directory / "own"
+        own.mkdir(mode=0o700)
+        os.chown(own, uid, uid)
+        return own
 
     async def _control(self, name: str) -> VmmControl:
         """Raises `CreateFailed` with its last words where the VMM ends instead of answering."""
         exited = self._exits[name]
-        with _short(self.root / name) as directory:
+        with short(self.root / name) as directory:
             connecting = asyncio.ensure_future(self.driver.control(Path(directory, "control")))
             await asyncio.wait((connecting, exited), return_when=asyncio.FIRST_COMPLETED)
             if connecting.done() and connecting.exception():  # most likely because it ended
@@ -178,7 +198,7 @@ class Machines:
 
     async def adopt(self, name: str, slot: Slot) -> Machine:
         """One that an earlier server started. Raises `Unavailable`, `CreateFailed`."""
-        return Machine(name, slot, await self._control(name), self.root / name, self._pids[name])
+        return Machine(name, slot, await self._control(name), self.root / name, self._pids[name], driver=self.driver)
 
     # --- ending ---
 
@@ -209,22 +229,3 @@ class Machines:
         """Of machines that left anything behind."""
         left = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
         return left | self.disks.list()
-
-
-@contextmanager
-def _short(directory: Path) -> Iterator[str]:
-    """A short name for it: a unix socket's may have 107 bytes."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _listen(directory: Path, name: str) -> Iterator[socket.socket]:
-    """A unix socket that listens, for the VMM to be handed; connections wait until it accepts them."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as found, _short(directory) as short:
-        found.bind(f"{short}/{name}")
-        found.listen(1)
-        yield found

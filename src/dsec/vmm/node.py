@@ -93,7 +93,8 @@ class MachineNode(ABC):
         async with self._starting:
             if self.machines.launcher is not None:
                 return
-            await start_launcher(self._socket, self.driver.paths, unit=f"dsec-{self._name}-{self.host.run.name}")
+            unit = f"dsec-{self._name}-{self.host.run.name}"
+            await start_launcher(self._socket, self.driver.paths, unit=unit, sockets=self.driver.listens)
             client = LauncherClient(on_exit=self.machines.on_exit, on_lost=self._lost)
             await client.connect(self._socket)
             self.machines.launcher = client

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
+import socket
 import subprocess
 from collections.abc import Awaitable, Callable
 from functools import cached_property
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, Literal
 from dsec.errors import Unavailable, Unsupported
 from dsec.vmm.driver import Command, Start, VmmEnd
 from dsec.vmm.qmp import Qmp, QmpError
+from dsec.vmm.sockets import connect
 
 MIB = 1 << 20
 PROGRAM = "qemu-system-x86_64"
@@ -45,6 +47,9 @@ class QemuDriver:
     """QEMU for one host. Find it by `find`."""
 
     name: ClassVar[str] = "qemu"
+    listens: ClassVar[bool] = False
+    built_kernel: ClassVar[bool] = False
+    most_vcpus: ClassVar[int] = 64
 
     def __init__(self, program: Path, accel: Literal["kvm", "tcg"]) -> None:
         self._program = program
@@ -168,6 +173,14 @@ class QemuDriver:
     async def control(self, path: Path) -> QemuControl:
         """As in `VmmDriver`."""
         return await QemuControl.open(path)
+
+    async def connect(self, directory: Path) -> socket.socket:
+        """As in `VmmDriver`."""
+        return connect(directory, "channel")
+
+    def own_end(self, status: int, said: str) -> VmmEnd | None:
+        """As in `VmmDriver`: it stands still then, and lives on."""
+        return None
 
 
 class Line:

@@ -1,9 +1,9 @@
 """Compiles zygote, guest, holder, cells and the native part of warm parents with the system's C compiler, once per
 version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder,cells,warm.so}`, where the digest covers the sources, the flags and
-the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel is
-pure Python and the client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,warm.so}`, where the digest covers the sources, the flags
+and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the wheel
+is pure Python and the client needs no compiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsec.kernel.host import Finding
 SHARED_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-nostdlib", "-Wall", "-Wextra")
 """Of what is loaded into an environment's Python, whatever C library that has."""
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-static", "-fstack-protector-strong", "-Wall", "-Wextra")
-PROGRAMS = ("guest", "zygote", "holder", "cells")
+PROGRAMS = ("guest", "zygote", "holder", "pager", "cells")
 WARM = "warm.so"
 
 

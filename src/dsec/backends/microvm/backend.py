@@ -31,6 +31,7 @@ from dsec.vmm.driver import Shape
 from dsec.vmm.ends import stopped, whole, why
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.instance import MachineInstance
+from dsec.vmm.launching import Ended
 from dsec.vmm.machine import Machine
 from dsec.vmm.moments import Moment, Moments
 
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 LEAST_MEMORY = 96 * MIB
-MOST_VCPUS = 64
 _ADOPT_S = 10.0
 
 
@@ -87,7 +87,7 @@ class MicroVmBackend:
             if not handle:
                 continue
             if handle["vm"] in state.ended:
-                found[sandbox_id] = why(state.ended[handle["vm"]])
+                found[sandbox_id] = self._why(state.ended[handle["vm"]])
             elif handle["vm"] in state.live and handle["slot"] in slots:
                 try:
                     found[sandbox_id] = await self._adopt(sandbox_id, handle)
@@ -141,12 +141,12 @@ class MicroVmBackend:
             )
         if spec.memory_bytes < LEAST_MEMORY:
             raise InvalidRequest(f"a microVM needs {LEAST_MEMORY >> 20} MiB of memory", field="memory_bytes")
-        if spec.cpus > MOST_VCPUS:
-            raise Unsupported(f"a microVM has at most {MOST_VCPUS} CPUs", field="cpus")
+        if spec.cpus > self.node.driver.most_vcpus:
+            raise Unsupported(f"a microVM has at most {self.node.driver.most_vcpus} CPUs", field="cpus")
         if (spec.workdir and not spec.workdir.startswith("/")) or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
         layers = spec.layers or self.node.host.environments.get(spec.environment).layers
-        kernel = self.node.kernels.best()
+        kernel = self.node.kernel()
         if len(layers) > (most := self.node.driver.most_layers(kernel.machine)):
             raise Unsupported(
                 f"{len(layers)} layers; a microVM of this node has room for {most}",
@@ -177,7 +177,7 @@ class MicroVmBackend:
             "slot": spare.reservation if spare else self.node.pool.reserve(groups),
             "accel": self.node.driver.accel,
             "vmm": self.node.driver.fingerprint,
-            "machine": self.node.kernels.best().machine,
+            "machine": self.node.kernel().machine,
             "token": new_token().hex(),
             "vcpus": shape.vcpus,
             "memory_bytes": shape.memory_bytes,
@@ -209,9 +209,9 @@ class MicroVmBackend:
         elif machine is None:
             machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
-        sock = machine.connect()
+        await machine.control.resume()
+        sock = await machine.port()
         try:
-            await machine.control.resume()
             token = bytes.fromhex(handle["token"])
             identity = Identity(
                 token=token,
@@ -295,7 +295,7 @@ class MicroVmBackend:
             await machine.control.resume()
         try:
             async with asyncio.timeout(_ADOPT_S):
-                instance = await self._serve(sandbox_id, machine.connect(), machine, handle)
+                instance = await self._serve(sandbox_id, await machine.port(), machine, handle)
         except TimeoutError:
             machine.control.close()
             raise Unavailable("its guest doesn't answer") from None
@@ -314,9 +314,13 @@ class MicroVmBackend:
             if halted.done() and not halted.cancelled():
                 instance.note_end(stopped(halted.result().reason, halted.result().console))
             elif exited.done():
-                instance.note_end(why(exited.result()))
+                instance.note_end(self._why(exited.result()))
         finally:
             halted.cancel()
+
+    def _why(self, end: Ended) -> InstanceEnd:
+        own = self.node.driver.own_end(end.status, end.said)
+        return why(end) if own is None else stopped(own.reason, own.console)
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
         instance = self._instances.pop(sandbox_id, None)

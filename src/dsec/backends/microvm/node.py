@@ -10,7 +10,7 @@ from pathlib import Path
 from dsec.backends.microvm.spares import Spares
 from dsec.backends.microvm.templates import Templates
 from dsec.kernel.cgroups import CgroupRoot
-from dsec.store.kernels import KernelStore
+from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine
@@ -52,6 +52,10 @@ class VmNode(MachineNode):
             self._templates_root, self.machines, self.kernels, self.host.environments.layers, guest
         )
         return await self.connect(on_lost)
+
+    def kernel(self) -> Kernel:
+        """What machines boot with. Raises `Unsupported` where there is none."""
+        return self.kernels.best(built=self.driver.built_kernel)
 
     async def launcher_started(self) -> None:
         await self.templates.hold_all()

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ class Templates:
     async def get(self, shape: Shape) -> Template:
         """The template of this shape; made, or read from disk, where it isn't there. Raises `NotFound` without a
         kernel, `CreateFailed`, `Unavailable`."""
-        kernel = self._kernels.best()
+        kernel = self._kernels.best(built=self._machines.driver.built_kernel)
         key = self.key(kernel, shape)
         found = self._open.pop(key, None)
         if found is not None:
@@ -204,9 +205,8 @@ class Templates:
             await asyncio.shield(machines.end(name, reservation, machine))
 
     async def _wait_and_save(self, machine: Machine, state: int, hot: Sequence[str], begun: float) -> float:
-        sock = machine.connect()
         ended = asyncio.ensure_future(machine.control.ended())
-        ready = asyncio.ensure_future(wait_ready(sock))
+        ready = asyncio.ensure_future(_first_word(machine))
         try:
             async with asyncio.timeout(BOOT_S):
                 await asyncio.wait(
@@ -215,7 +215,7 @@ class Templates:
             if not ready.done():
                 said = ended.result().console if ended.done() else self._machines.exited(machine.name).result().said
                 raise CreateFailed(f"a virtual machine could not boot: {said.strip()[-1000:]}")
-            await ready
+            sock = await ready
             boot_s = time.monotonic() - begun
             async with asyncio.timeout(BOOT_S):
                 await warm(sock, hot)
@@ -226,8 +226,9 @@ class Templates:
         finally:
             ready.cancel()
             ended.cancel()
-            await asyncio.gather(ready, ended, return_exceptions=True)
-            sock.close()
+            for found in await asyncio.gather(ready, ended, return_exceptions=True):
+                if isinstance(found, socket.socket):
+                    found.close()
 
     def _hot(self, layers: Sequence[str]) -> list[str]:
         """Files that most sandboxes read, of all layers."""
@@ -308,6 +309,17 @@ class Templates:
         except OSError:
             return False
         return True
+
+
+async def _first_word(machine: Machine) -> socket.socket:
+    """Connected, and the guest has said READY. As `wait_ready`."""
+    sock = await machine.port()
+    try:
+        await wait_ready(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 @contextlib.contextmanager

@@ -1,0 +1,20 @@
+/* What the two halves of a machine's boot, vm.c and port.c, say to each other. */
+#ifndef DSEC_VM_H
+#define DSEC_VM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+_Noreturn void vm_give_up(const char *what, int error);
+bool vm_command_line(const char *name, char *value, size_t capacity);
+bool vm_find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity);
+
+void port_open(void);  /* or begin to listen for it */
+void port_begin(void); /* there is somebody at its other end, or will be */
+void port_wait(void);  /* until something may have changed */
+void port_take(uint8_t *data, size_t size);
+void port_put(uint8_t type, const uint8_t *payload, size_t size);
+int port_end(int least); /* its descriptor, from this number on: the channel's from now on */
+
+#endif

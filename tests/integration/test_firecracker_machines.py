@@ -1,0 +1,149 @@
+"""The microVM backend on Firecracker, whose part is played (tests/firecracker_kit.py): launcher, jail, descriptors,
+sockets, snapshots and page faults are real; only what a guest would do is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsec.app import open_host, open_machines
+from dsec.backends.container.native import build_native
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.configuration import Config
+from dsec.edge.config import SystemClock
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxSpec
+from dsec.store.kernels import Kernel, KernelStore
+from dsec.store.views import remove_dev
+from dsec.testing.conformance.kit import shell
+from dsec.vmm.firecracker import FirecrackerDriver, Memory
+
+pytestmark = pytest.mark.root
+
+KIT = Path(__file__).parent.parent / "firecracker_kit.py"
+SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=128 << 20, disk_bytes=64 << 20, pids=128)
+PYTHON = Path(sys.executable).resolve()
+
+
+class Played(FirecrackerDriver):
+    """Its VMM is a script, which needs an interpreter."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        found = (Path(sys.base_prefix, "lib"), Path("/usr/lib"), Path("/usr/lib64"))
+        return (*super().paths, str(PYTHON), *(str(each) for each in found if each.is_dir()))
+
+
+@pytest.fixture
+def state(state_over: Callable[[Path], Path], tmp_path: Path) -> Path:
+    """With a kernel that was built, as far as one can see."""
+    found = state_over(tmp_path / "state")
+    shared = (found / "store").readlink()
+    (found / "store").unlink()
+    (found / "store").mkdir()
+    for path in shared.iterdir():
+        if path.name != "kernels":
+            (found / "store" / path.name).symlink_to(path)
+    kernel = Kernel(
+        digest="0" * 64,
+        release="6.1.0-dsec",
+        origin="built",
+        source="played",
+        machine="pc",
+        modules=[],
+        size_bytes=4,
+        created_at=0.0,
+    )
+    directory = KernelStore(found).path(kernel)
+    directory.mkdir(parents=True)
+    (directory / "kernel").write_bytes(b"\x7fELF")
+    (directory / "kernel.json").write_bytes(msgspec.json.encode(kernel))
+    return found
+
+
+@pytest.fixture(
+    params=[
+        "File",
+        pytest.param(
+            "Uffd", marks=pytest.mark.skipif(not Path("/dev/userfaultfd").exists(), reason="this kernel has none")
+        ),
+    ]
+)
+async def backend(request: pytest.FixtureRequest, state: Path, tmp_path: Path) -> AsyncIterator[MicroVmBackend]:
+    memory: Memory = request.param
+    program = tmp_path / "firecracker"
+    program.write_text(f"#!{PYTHON} -IS\n{KIT.read_text()}")
+    program.chmod(0o755)
+    config = Config(state=state, run=tmp_path / f"run-{os.getpid()}", vm_accel="tcg", vm_spare=0)
+    host = open_host(config)
+    try:
+        node = open_machines(config, host, tmp_path / "templates")
+        assert node is not None
+        node.driver = node.machines.driver = Played(
+            program, "Firecracker v1.17.0", memory=memory, build_native=lambda: build_native(state) / "guest"
+        )
+        found = MicroVmBackend(node, SystemClock())
+        await found.open({})
+        try:
+            yield found
+        finally:
+            await found.close(keep=False)
+    finally:
+        host.volume.close(keep=False)
+        host.layers.unmount_all()
+        host.views.remove()
+        remove_dev(host.run)
+
+
+async def test_a_machine_is_made_of_a_template_and_ends(backend: MicroVmBackend) -> None:
+    handles = {name: backend.reserve(name, SPEC) for name in ("one", "two")}
+    one, two = [await backend.create(name, SPEC, handle) for name, handle in handles.items()]
+    assert len(backend.node.templates.boots_s) == 1
+    (template,) = backend.node.templates._open.values()
+    kept = os.fstat(template.memory)
+    assert (kept.st_size, kept.st_blocks * 512 < 4 << 20) == (SPEC.memory_bytes, True)  # zeros are holes
+    for each in (one, two):
+        check_jail(each.machine.pid, each.machine.directory)
+    asking = asyncio.ensure_future(shell(one.channel, "reboot"))
+    end = await asyncio.wait_for(one.ended(), 20)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert end.cause is Cause.GUEST_EXITED
+    assert "Kernel panic - not syncing: played" in end.message
+    await backend.destroy("one", handles["one"])
+    assert not one.machine.directory.exists()
+
+    await two.channel.close()
+    sock = await two.machine.port()  # as the next server does
+    sock.close()
+    os.kill(_vmm(two.machine.pid), 9)
+    assert (await asyncio.wait_for(two.ended(), 20)).cause is Cause.PLATFORM_KILLED
+    await backend.destroy("two", handles["two"])
+
+
+def check_jail(pid: int, directory: Path) -> None:
+    """What a VMM sees and owns."""
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+    )
+    assert int(status["Uid"].split()[0]) >= 1 << 30
+    assert (status["Seccomp"], status["Seccomp_filters"], status["NoNewPrivs"]) == ("2", "1", "1")
+    assert {int(status[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
+    root = Path(f"/proc/{pid}/root")
+    assert {path.name for path in (root / "dev").iterdir()} <= {"null", "zero", "urandom", "kvm", "userfaultfd"}
+    assert not (root / "usr/bin/sh").exists()
+    own = (directory / "own").stat()
+    assert (own.st_uid, own.st_mode & 0o777) == (0, 0o711)  # it can make no file any more
+    assert {path.name for path in (directory / "own").iterdir()} <= {"api", "vsock", "pages"}
+
+
+def _vmm(pid: int) -> int:
+    """The VMM itself, where its pager runs it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else pid
