@@ -20,6 +20,7 @@ from litestar.routes import HTTPRoute
 from litestar.types import Scope
 from msgspec import Struct
 
+from dsec.api import machines
 from dsec.api.exchange import MAX_JSON_BYTES, RETRY_AFTER_S, Exchange, passes
 from dsec.api.ports.hosts import domain_here
 from dsec.edge.client import ApiKey, EdgeClient, NodeInfo, Page
@@ -262,6 +263,7 @@ def build(
             create_key,
             revoke_key,
             healthz,
+            *machines.handlers(edge, exchange),
         ],
         exception_handlers={DsecError: on_error, HTTPException: on_http_error, Exception: on_bug},
         before_request=strictly,

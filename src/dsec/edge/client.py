@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from dsec.edge.kept import BatchItem, Kept
 from dsec.edge.observed import Observed
+from dsec.edge.screened import Screened
 from dsec.errors import ErrorBody
 from dsec.ports import Usage
 from dsec.spec.causes import Cause
@@ -240,7 +241,7 @@ class PortStream(Protocol):
         ...
 
 
-class EdgeClient(Observed, Kept, Protocol):
+class EdgeClient(Observed, Kept, Screened, Protocol):
     """Sandboxes, commands and files of one node."""
 
     # --- who --------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dsec.edge.context import REQUEST_ID, work_on
 from dsec.edge.gate import Gate
 from dsec.edge.network import Networks
 from dsec.edge.notes import Notes
+from dsec.edge.patience import create_timeout_s
 from dsec.edge.removal import Removals
 from dsec.edge.sandbox import Sandbox, ended_error, info_of
 from dsec.edge.tasks import Tasks, bug, log, quiet
@@ -146,9 +147,7 @@ class Lives:
             instance, record_s = await self._make(sandbox)
             self._runs(sandbox, instance, began, record_s)
         except TimeoutError:
-            failure = CreateFailed(
-                f"the sandbox did not answer within {self._config.create_timeout_s:g} s", remedy="Try again."
-            )
+            failure = CreateFailed("the sandbox did not answer in time", remedy="Try again.")
         except DsecError as error:
             failure = error
         except Exception as error:  # noqa: BLE001  a backend's bug must not leave behind what it made
@@ -168,7 +167,7 @@ class Lives:
         await self.notes.begin(record, again=sandbox.again)
         await self._journal.put(record)
         record_s = self._clock.monotonic() - began
-        async with asyncio.timeout(self._config.create_timeout_s):
+        async with asyncio.timeout(create_timeout_s(backend, record.spec, self._config.create_timeout_s)):
             instance = await backend.create(record.id, record.spec, record.handle)
             if record.network:
                 await self.networks.begin(sandbox, instance)
@@ -185,7 +184,7 @@ class Lives:
             sandbox.record = record
             self._queue_end(sandbox)
             return
-        self._watch(sandbox, instance)
+        self.watch(sandbox, instance)
         self._journal.put_lazily(record)
         sandbox.record = record
         self.created_total += 1
@@ -280,7 +279,7 @@ class Lives:
 
     # --- by itself ---
 
-    def _watch(self, sandbox: Sandbox, instance: Instance) -> None:
+    def watch(self, sandbox: Sandbox, instance: Instance) -> None:
         sandbox.gone = self._future(instance.ended())
         sandbox.gone.add_done_callback(functools.partial(self._gone, sandbox))
         sandbox.lost = self._future(instance.channel.lost())
@@ -481,7 +480,7 @@ class Lives:
             sandbox.record = replace(record, state=next_state(record.state, Event.STARTED))
             self._journal.put_lazily(sandbox.record)
         adopt_pause(sandbox, self.notes, self._clock)
-        self._watch(sandbox, instance)
+        self.watch(sandbox, instance)
         if sandbox.state is State.RUNNING:
             self.set_expiry(sandbox)
         self.notes.events.add(sandbox.id, EventType.ADOPTED, {})

@@ -38,6 +38,7 @@ from dsec.edge.removal import delete_each
 from dsec.edge.requests import scope_of
 from dsec.edge.runs import Runs
 from dsec.edge.sandbox import info_of
+from dsec.edge.screens import ScreenCalls
 from dsec.edge.settling import end_all, settle
 from dsec.edge.specs import resolve
 from dsec.edge.stillness import Stillness
@@ -66,7 +67,7 @@ BACKEND_API = 1
 _END_CAUSES = frozenset({Cause.DELETED, Cause.SHUTDOWN, Cause.LEASE_LAPSED, Cause.PLATFORM_KILLED})
 
 
-class Edge(KeptCalls, FileCalls, Clustered):
+class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
     """One node's agent. Every method is described in `dsec.edge.client.EdgeClient`."""
 
     def __init__(

@@ -39,6 +39,8 @@ class EventType(StrEnum):
     PAGED_OUT = "paged_out"  # before_bytes, after_bytes, compressed_bytes, ms: a pause gave this memory back
     SNAPSHOT = "snapshot"  # name, layer, at (see `ports.Captured.seq`), removed, kept, built_by
     FORKED = "forked"  # children: their ids; or parent, of a child
+    CHECKPOINT = "checkpoint"  # name, memory_bytes
+    REVERTED = "reverted"  # name: all that happened inside since that checkpoint is undone
     RESUMED = "resumed"  # paused_s, rule
     ENDING = "ending"  # cause, infra, message
     ENDED = "ended"  # cause, infra, removal_ms: nothing of it is left; always last

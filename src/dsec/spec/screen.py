@@ -50,3 +50,11 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     created_at: float
     memory_bytes: int
     """What its memory takes, written down."""
+
+
+class ConsolePiece(Struct, frozen=True, kw_only=True):
+    """A part of what a serial console printed."""
+
+    offset: int
+    """Where it begins; the next one begins at `offset` and the length of `data`."""
+    data: bytes

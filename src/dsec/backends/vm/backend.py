@@ -18,16 +18,28 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.backends.vm.instance import FullInstance, NoGuest
 from dsec.backends.vm.line import FullShape, firmware_files
 from dsec.backends.vm.node import Full, FullNode, Seat
 from dsec.channel import SocketChannel, Spool
-from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.errors import (
+    Conflict,
+    CreateFailed,
+    DsecError,
+    InvalidRequest,
+    NotFound,
+    OutcomeUnknown,
+    QuotaExceeded,
+    Unavailable,
+    Unsupported,
+)
 from dsec.ports import Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
+from dsec.spec.screen import Checkpoint
 from dsec.vmm.ends import stopped, whole, why
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.images import Image
@@ -38,7 +50,14 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 LEAST_MEMORY = 128 * MIB
 MOST_VCPUS = 64
+MOST_CHECKPOINTS = 16
+"""Of one machine."""
 _ADOPT_S = 30.0
+
+
+class _Kept(Struct, frozen=True):
+    moment: str
+    checkpoint: Checkpoint
 
 
 class VmBackend:
@@ -51,6 +70,7 @@ class VmBackend:
         self.node = node
         self._clock = clock
         self.moments = Moments(node.disks)
+        self._checkpoints: dict[str, dict[str, _Kept]] = {}
         self._instances: dict[str, FullInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
 
@@ -166,6 +186,10 @@ class VmBackend:
 
     def _image(self, spec: SandboxSpec) -> Image:
         return self.node.images.find(spec.layers[0] if spec.layers else spec.environment)
+
+    def create_timeout_s(self, spec: SandboxSpec) -> float:
+        """As in `ports.PatientBackend`: the first of its kind boots."""
+        return 2 * self._image(spec).traits.boot_s
 
     def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
         image, memory_bytes = self._image(spec), whole(spec.memory_bytes)
@@ -310,6 +334,54 @@ class VmBackend:
             raise Unavailable("the machine is not there", remedy="Ask for its state.")
         return instance
 
+    # --- checkpoints ---
+
+    async def checkpoint(self, sandbox_id: str, handle: Handle, name: str) -> Checkpoint:
+        """As in `ports.CheckpointHost`."""
+        kept = self._checkpoints.setdefault(sandbox_id, {})
+        if name in kept:
+            raise Conflict(f"there is a checkpoint {name!r} already", remedy="Take another name, or delete it.")
+        if len(kept) >= MOST_CHECKPOINTS:
+            raise QuotaExceeded(f"a machine has at most {MOST_CHECKPOINTS} checkpoints", remedy="Delete one.")
+        moment = await self.split(sandbox_id, handle)
+        if name in kept or sandbox_id not in self._instances:  # meanwhile
+            self.moments.drop(moment)
+            raise Conflict(f"the checkpoint {name!r} was made by another call, or the machine ended")
+        copied = self.moments.get(moment).copied_bytes
+        kept[name] = _Kept(moment, Checkpoint(name=name, created_at=self._clock.now(), memory_bytes=copied))
+        return kept[name].checkpoint
+
+    def checkpoints(self, sandbox_id: str) -> list[Checkpoint]:
+        """As in `ports.CheckpointHost`."""
+        return [each.checkpoint for each in self._checkpoints.get(sandbox_id, {}).values()]
+
+    def drop_checkpoint(self, sandbox_id: str, name: str) -> None:
+        """As in `ports.CheckpointHost`."""
+        self.moments.drop(self._kept(sandbox_id, name).moment)
+        del self._checkpoints[sandbox_id][name]
+
+    def reserve_revert(self, sandbox_id: str, handle: Handle, name: str) -> Handle:
+        """As in `ports.CheckpointHost`."""
+        self._kept(sandbox_id, name)
+        groups = self.node.machines.group_shape(handle["memory_bytes"], handle["cpus"])
+        return handle | {
+            "vm": f"v{secrets.token_hex(8)}",
+            "slot": self.node.pool.reserve(groups),
+            "token": new_token().hex(),
+            "capture": self._kept(sandbox_id, name).moment,
+        }
+
+    async def revert(self, sandbox_id: str, spec: SandboxSpec, handle: Handle, before: Handle) -> FullInstance:
+        """As in `ports.CheckpointHost`."""
+        await self._end(sandbox_id, before)
+        return await self.create(sandbox_id, spec, handle)
+
+    def _kept(self, sandbox_id: str, name: str) -> _Kept:
+        found = self._checkpoints.get(sandbox_id, {}).get(name)
+        if found is None:
+            raise NotFound(f"there is no checkpoint {name!r}", remedy="Ask for the list; a server's end drops them.")
+        return found
+
     # --- ending ---
 
     async def _watch(self, instance: FullInstance) -> None:
@@ -326,6 +398,11 @@ class VmBackend:
             halted.cancel()
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
+        for kept in self._checkpoints.pop(sandbox_id, {}).values():
+            self.moments.drop(kept.moment)
+        await self._end(sandbox_id, handle)
+
+    async def _end(self, sandbox_id: str, handle: Handle) -> None:
         instance = self._instances.pop(sandbox_id, None)
         watch = self._watches.pop(sandbox_id, None)
         if watch is not None:
