@@ -24,6 +24,7 @@ SDK = ROOT / "src" / "dsec" / "sdk"
 TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
+    "_sync_machine": ("_machine",),
     "_sync_catalog": ("_catalog", "_functions"),
     "_sync_sandbox": ("_sandbox",),
     "_sync": ("_run", "_client"),
@@ -38,6 +39,8 @@ CLASSES = {
     "AsyncPorts": "Ports",
     "AsyncWatch": "Watch",
     "AsyncNetworkAccess": "NetworkAccess",
+    "AsyncConsole": "Console",
+    "AsyncCheckpoints": "Checkpoints",
     "AsyncSession": "Session",
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
@@ -54,7 +57,8 @@ from __future__ import annotations
 
 '''
 _NAMES = re.compile(
-    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Sandbox|Sessions?|Catalog|Function|Run|Client|Group)\b"
+    r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Console|Checkpoints|Sandbox|Sessions?|Catalog|"
+    r"Function|Run|Client|Group)\b"
 )
 
 

@@ -67,7 +67,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 
 @click.command("run", context_settings={"ignore_unknown_options": True})
 @command_options
-@click.option("--backend", help="Kind of sandbox: container (default) or microvm.")
+@click.option("--backend", help="Kind of sandbox: container (default), microvm or vm.")
 @click.option("--cpus", type=float, help="CPUs (default 1).")
 @click.option("--memory", callback=lambda _, __, text: size(text) if text else None, help="Memory, as 512M or 2GiB.")
 @click.option("--disk", callback=lambda _, __, text: size(text) if text else None, help="Disk, likewise.")

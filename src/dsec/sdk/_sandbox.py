@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -16,6 +16,7 @@ from dsec.sdk._commands import AsyncCommands
 from dsec.sdk._events import follow_events, follow_trajectory
 from dsec.sdk._files import AsyncFiles
 from dsec.sdk._lines import lines
+from dsec.sdk._machine import AsyncCheckpoints, AsyncConsole, Screen
 from dsec.sdk._network import AsyncNetworkAccess
 from dsec.sdk._results import CreateResult
 from dsec.sdk._sessions import AsyncSessions
@@ -25,6 +26,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
 from dsec.spec.grading import Grader, Verdict, VerifySpec
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
+from dsec.spec.screen import Click, Press, Scroll, Type
 from dsec.spec.snapshots import SnapshotInfo, SnapshotRequest
 from dsec.spec.trajectory import Entry
 from dsec.spec.tripwires import TripwireState
@@ -32,6 +34,7 @@ from dsec.spec.tripwires import TripwireState
 if TYPE_CHECKING:
     from dsec.sdk._client import AsyncClient
 
+Raised = type[BaseException]
 _JSON = {"Content-Type": "application/json"}
 _ENCODER = msgspec.json.Encoder()
 _PAGE = 1000
@@ -80,6 +83,9 @@ class AsyncSandbox:
         self.sessions: AsyncSessions = AsyncSessions(transport, info.id)
         self.network: AsyncNetworkAccess = AsyncNetworkAccess(transport, info.id)
         self.ports: AsyncPorts = AsyncPorts(transport, info.id)
+        self.console: AsyncConsole = AsyncConsole(transport, info.id)
+        self.checkpoints: AsyncCheckpoints = AsyncCheckpoints(transport, info.id)
+        self._screen = Screen(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self.info.state} {self.info.spec.environment}>"
@@ -311,6 +317,37 @@ class AsyncSandbox:
             request_timeout_s=request_timeout_s,
         )
 
+    # --- full machines: their screen --------------------------------------------------------------------------------
+
+    async def screenshot(self, *, request_timeout_s: float | None = None) -> bytes:
+        """Its screen as a PNG. Raises `Unsupported` where it has none, as the following do."""
+        return await self._screen.picture(request_timeout_s)
+
+    async def click(
+        self,
+        x: int,
+        y: int,
+        *,
+        button: Literal["left", "middle", "right"] = "left",
+        count: int = 1,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        """Press a mouse button at a pixel of the screen; 0, 0 is the upper left. `count`: 2 for a double click, 0 to
+        move there. Raises `InvalidRequest` where that is not on the screen."""
+        await self._screen.send([Click(x=x, y=y, button=button, count=count)], request_timeout_s)
+
+    async def scroll(self, x: int, y: int, lines: int, *, request_timeout_s: float | None = None) -> None:
+        """Turn the mouse's wheel at a pixel of the screen; below 0: upwards. Raises as `click`."""
+        await self._screen.send([Scroll(x=x, y=y, lines=lines)], request_timeout_s)
+
+    async def type(self, text: str, *, request_timeout_s: float | None = None) -> None:
+        """Type on its (US) keyboard; a newline is the enter key. Raises `InvalidRequest` for what isn't on it."""
+        await self._screen.send([Type(text=text)], request_timeout_s)
+
+    async def press(self, keys: str, *, request_timeout_s: float | None = None) -> None:
+        """Press keys together: `enter`, `ctrl-l`, `alt-f4`. Raises `InvalidRequest` for one that doesn't exist."""
+        await self._screen.send([Press(keys=keys)], request_timeout_s)
+
     async def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         url = self._transport.url(f"{self._path}/usage")
@@ -384,9 +421,7 @@ class AsyncSandbox:
     async def __aenter__(self) -> AsyncSandbox:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Raised | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.kill()
 
 

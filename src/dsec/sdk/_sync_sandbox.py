@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsec.errors import DsecError
 from dsec.ports import Usage
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap, unwrap_each
 from dsec.sdk._results import CreateResult
-from dsec.sdk._sandbox import AsyncSandbox
+from dsec.sdk._sandbox import AsyncSandbox, Raised
 from dsec.sdk._sync_inside import Commands, Files, Ports
+from dsec.sdk._sync_machine import Checkpoints, Console
 from dsec.sdk._sync_sessions import NetworkAccess, Sessions
 from dsec.spec.causes import Cause
 from dsec.spec.events import SandboxEvent
@@ -67,6 +68,14 @@ class Sandbox(Wrapper):
     @property
     def ports(self) -> Ports:
         return Ports(self._async.ports)
+
+    @property
+    def console(self) -> Console:
+        return Console(self._async.console)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._async.checkpoints)
 
     def __repr__(self) -> str:
         return repr(self._async).replace("Async", "", 1)
@@ -249,6 +258,35 @@ class Sandbox(Wrapper):
             )
         )
 
+    def screenshot(self, *, request_timeout_s: float | None = None) -> bytes:
+        """Its screen as a PNG. Raises `Unsupported` where it has none, as the following do."""
+        return call(self._async.screenshot(request_timeout_s=request_timeout_s))
+
+    def click(
+        self,
+        x: int,
+        y: int,
+        *,
+        button: Literal["left", "middle", "right"] = "left",
+        count: int = 1,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        """Press a mouse button at a pixel of the screen; 0, 0 is the upper left. `count`: 2 for a double click, 0 to
+        move there. Raises `InvalidRequest` where that is not on the screen."""
+        return call(self._async.click(x, y, button=button, count=count, request_timeout_s=request_timeout_s))
+
+    def scroll(self, x: int, y: int, lines: int, *, request_timeout_s: float | None = None) -> None:
+        """Turn the mouse's wheel at a pixel of the screen; below 0: upwards. Raises as `click`."""
+        return call(self._async.scroll(x, y, lines, request_timeout_s=request_timeout_s))
+
+    def type(self, text: str, *, request_timeout_s: float | None = None) -> None:
+        """Type on its (US) keyboard; a newline is the enter key. Raises `InvalidRequest` for what isn't on it."""
+        return call(self._async.type(text, request_timeout_s=request_timeout_s))
+
+    def press(self, keys: str, *, request_timeout_s: float | None = None) -> None:
+        """Press keys together: `enter`, `ctrl-l`, `alt-f4`. Raises `InvalidRequest` for one that doesn't exist."""
+        return call(self._async.press(keys, request_timeout_s=request_timeout_s))
+
     def usage(self, *, request_timeout_s: float | None = None) -> Usage:
         """Its counters now: CPU, memory, processes, disk."""
         return call(self._async.usage(request_timeout_s=request_timeout_s))
@@ -305,7 +343,5 @@ class Sandbox(Wrapper):
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Raised | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return call(self._async.__aexit__(kind, error, trace))
