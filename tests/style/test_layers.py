@@ -13,7 +13,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
     "spec": 0, "errors": 0,
-    "lifecycle": 1, "ports": 1, "wire": 1, "plan": 1, "recipe": 1,
+    "lifecycle": 1, "ports": 1, "screen_ports": 1, "wire": 1, "plan": 1, "recipe": 1,
     "kernel": 2, "store": 2, "journal": 2, "channel": 2, "egress": 2, "vmm": 2,
     "backends": 3, "builder": 3, "edge": 3, "api": 3, "sdk": 3, "testing": 3, "rollout": 3, "grading": 3, "cluster": 3,
     "bench": 4, "cli": 4, "app": 4, "app_cluster": 4, "configuration": 4,

@@ -19,7 +19,8 @@ from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks
 from dsec.errors import CreateFailed, DsecError, Unsupported
 from dsec.journal.records import Journal
-from dsec.ports import CheckpointHost, ScreenHost, Usage
+from dsec.ports import Usage
+from dsec.screen_ports import CheckpointHost, ScreenHost
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
 from dsec.spec.screen import Checkpoint, ConsolePiece, Input

@@ -337,7 +337,7 @@ class VmBackend:
     # --- checkpoints ---
 
     async def checkpoint(self, sandbox_id: str, handle: Handle, name: str) -> Checkpoint:
-        """As in `ports.CheckpointHost`."""
+        """As in `screen_ports.CheckpointHost`."""
         kept = self._checkpoints.setdefault(sandbox_id, {})
         if name in kept:
             raise Conflict(f"there is a checkpoint {name!r} already", remedy="Take another name, or delete it.")
@@ -352,16 +352,16 @@ class VmBackend:
         return kept[name].checkpoint
 
     def checkpoints(self, sandbox_id: str) -> list[Checkpoint]:
-        """As in `ports.CheckpointHost`."""
+        """As in `screen_ports.CheckpointHost`."""
         return [each.checkpoint for each in self._checkpoints.get(sandbox_id, {}).values()]
 
     def drop_checkpoint(self, sandbox_id: str, name: str) -> None:
-        """As in `ports.CheckpointHost`."""
+        """As in `screen_ports.CheckpointHost`."""
         self.moments.drop(self._kept(sandbox_id, name).moment)
         del self._checkpoints[sandbox_id][name]
 
     def reserve_revert(self, sandbox_id: str, handle: Handle, name: str) -> Handle:
-        """As in `ports.CheckpointHost`."""
+        """As in `screen_ports.CheckpointHost`."""
         self._kept(sandbox_id, name)
         groups = self.node.machines.group_shape(handle["memory_bytes"], handle["cpus"])
         return handle | {
@@ -372,7 +372,7 @@ class VmBackend:
         }
 
     async def revert(self, sandbox_id: str, spec: SandboxSpec, handle: Handle, before: Handle) -> FullInstance:
-        """As in `ports.CheckpointHost`."""
+        """As in `screen_ports.CheckpointHost`."""
         await self._end(sandbox_id, before)
         return await self.create(sandbox_id, spec, handle)
 

@@ -35,20 +35,20 @@ class FullInstance(MachineInstance):
         self._typing = asyncio.Lock()
 
     async def screenshot(self) -> bytes:
-        """As in `ports.ScreenHost`."""
+        """As in `screen_ports.ScreenHost`."""
         return await screen.screenshot(self.full.control)
 
     async def input(self, inputs: Sequence[Input]) -> None:
-        """As in `ports.ScreenHost`."""
+        """As in `screen_ports.ScreenHost`."""
         async with self._typing:
             await screen.send(self.full.control, inputs)
 
     async def read_console(self, after: int, wait_s: float) -> tuple[int, bytes]:
-        """As in `ports.ScreenHost`."""
+        """As in `screen_ports.ScreenHost`."""
         return await self.full.console.read(after, wait_s)
 
     async def write_console(self, data: bytes) -> None:
-        """As in `ports.ScreenHost`."""
+        """As in `screen_ports.ScreenHost`."""
         await self.full.console.write(data)
 
 
