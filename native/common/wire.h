@@ -65,7 +65,7 @@
 #define DSEC_MAX_TERMINAL 4096            /* columns, rows */
 #define DSEC_MAX_WATCHES 8192             /* directories of one WATCH */
 #define DSEC_TOKEN_SIZE 16
-#define DSEC_STATUS_SIZE 40
+#define DSEC_STATUS_SIZE 48
 
 enum dsec_frame {
     /* edge -> guest */
@@ -101,7 +101,7 @@ enum dsec_frame {
     DSEC_READY = 74,       /* a virtual machine that waits for CONFIGURE: u64 ns since its kernel started */
     DSEC_CONFIGURED = 75,  /* u64 ns that it took. HELLO may follow */
     DSEC_STATUS = 76,      /* a virtual machine's counters, before each EXIT of a command: u64 processes killed for memory, forks refused, memory
-                              in use, disk in use, disk there is (bytes) */
+                              in use, disk in use, disk there is (bytes), processes of commands that run */
 
     /* edge -> zygote (op is the request's number, echoed in the answer) */
     DSEC_Z_HELLO = 129,    /* u16 version, u16 0, u32 0 -> Z_WELCOME, then a Z_SANDBOX per live sandbox, a Z_EXITED per ended, Z_SYNCED */

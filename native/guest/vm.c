@@ -382,16 +382,17 @@ static void first_frames(void) {
 }
 
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {
-    static int events = -1, refused = -1, used = -1;
+    static int events = -1, refused = -1, used = -1, pids = -1;
     char text[512];
-    uint64_t values[5] = {0};
+    uint64_t values[6] = {0};
     const struct {
         int *fd;
         const char *path, *word;
     } files[] = {
         {&events, GROUPS_DIR "/memory.events", "oom_kill "}, {&refused, GROUPS_DIR "/pids.events", "max "}, {&used, GROUPS_DIR "/memory.current", ""},
+        {&pids, GROUPS_DIR "/pids.current", ""},
     };
-    for (size_t i = 0; i < 3; i++) {
+    for (size_t i = 0; i < 4; i++) {
         if (*files[i].fd < 0) *files[i].fd = open(files[i].path, O_RDONLY | O_CLOEXEC);
         ssize_t size = *files[i].fd < 0 ? -1 : pread(*files[i].fd, text, sizeof text - 1, 0);
         text[size > 0 ? size : 0] = 0;
@@ -399,12 +400,13 @@ void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {
         while (at && strncmp(at, files[i].word, strlen(files[i].word)) != 0) at = (at = strchr(at, '\n')) ? at + 1 : NULL;
         if (at) values[i] = strtoull(at + strlen(files[i].word), NULL, 10);
     }
+    values[5] = values[3];
     struct statfs disk;
     if (statfs("/", &disk) == 0) {
         values[3] = (disk.f_blocks - disk.f_bfree) * (uint64_t)disk.f_bsize;
         values[4] = values[3] + disk.f_bavail * (uint64_t)disk.f_bsize; /* the file system keeps some for itself */
     }
-    for (size_t i = 0; i < 5; i++) put_u64(status + 8 * i, values[i]);
+    for (size_t i = 0; i < 6; i++) put_u64(status + 8 * i, values[i]);
 }
 
 /* From the first frames to a guest as in a container: the port becomes its channel, its groups are where it expects them. */

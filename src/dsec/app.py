@@ -358,6 +358,19 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
 
 
 @asynccontextmanager
+async def _written(edge: Edge, volume: Volume, sandbox_id: str) -> AsyncIterator[Path]:
+    """What a sandbox has written, as an upper directory that is left as it is: a container's own, while it stands
+    still; a machine's files as they were."""
+    if edge.get(sandbox_id).spec.backend == "container":
+        async with edge.still(sandbox_id):
+            upper, _ = await asyncio.to_thread(volume.written, sandbox_id)
+            yield upper
+    else:
+        async with edge.captured(sandbox_id) as captured:
+            yield captured.upper
+
+
+@asynccontextmanager
 async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, Api]]:
     """The edge of this node and its HTTP, not yet on a socket. Raises as `open_edge` and `open_layers`."""
     e2b, fusion = read_e2b(config), read_fusion(config)
@@ -374,8 +387,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
         await builds.clear()
         verifier = Verifier(
             edge,
-            written=hosts[0].volume.written,
-            still=edge.still,
+            written=partial(_written, edge, hosts[0].volume),
             lending=layers.environments.lending,
             scratch=layers.layers.scratch,
         )

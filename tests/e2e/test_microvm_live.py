@@ -165,6 +165,3 @@ async def test_what_is_not_there_yet_is_refused(client: AsyncClient) -> None:
             await client.create("debian", backend="microvm", **{field: value})
     with pytest.raises(InvalidRequest):
         await client.create("debian", backend="microvm", memory_bytes=32 << 20)
-    box = await client.create(SMALL)
-    with pytest.raises(Unsupported):
-        await box.pack_diff("never@1")

@@ -1,8 +1,9 @@
-"""What becomes of a machine that runs, through the SDK: forks with its memory."""
+"""What becomes of a machine that runs, through the SDK: forks with its memory, snapshots, verification, rebuilds."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec import AsyncClient, AsyncSandbox
+from dsec import AsyncClient, AsyncSandbox, Grader
 from dsec.errors import CreateFailed
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec, State
@@ -24,18 +25,24 @@ pytestmark = [
 SMALL = SandboxSpec(
     environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128, cpus=1
 )
-COUNTER = "n=0; while :; do n=$((n+1)); echo $n > /dev/shm/count; sleep 0.2; done"
+COUNTER = "n=0; while :; do n=$((n+1)); echo $n > /dev/shm/new; mv /dev/shm/new /dev/shm/count; sleep 0.2; done"
+LOOK = """cat /dev/shm/kept /kept /dev/shm/count; sleep 0.7; cat /dev/shm/count; hostname; cat /etc/machine-id
+head -c 16 /dev/urandom | od -An -tx1; date +%s.%N; pgrep -x sh"""
 
 
 @pytest.fixture(scope="module")
-def server(debian_module_state: Path, vm_templates: Path) -> Iterator[Server]:
-    (debian_module_state / "vm").mkdir()
-    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
+def server(debian_store: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("machines") / "state"
+    state.mkdir(mode=0o700)
+    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    (state / "native").symlink_to(debian_store.parent / "native")
+    (state / "vm").mkdir()
+    (state / "vm" / "templates").symlink_to(vm_templates)
     vm_templates.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_VM_ACCEL", "tcg")
         patch.setenv("DSEC_VM_SPARE", "0")
-        with serving(debian_module_state) as server:
+        with serving(state) as server:
             asyncio.run(prime(server))
             yield server
 
@@ -76,18 +83,16 @@ async def test_children_go_on_with_memory_and_processes_as_others(server: Server
         while not await parent.files.exists("/dev/shm/count"):  # noqa: ASYNC110 (nobody would set an event)
             await asyncio.sleep(0.05)
     children = await parent.fork(2)
-    boxes = [parent, *children]
     pid = str(counter.pid)
     alone = set()
-    for box in boxes:
-        assert await said(box, "cat /dev/shm/kept /kept") == "in-memory\non-disk"
-        assert pid in (await said(box, "pgrep -x sh")).split()
-        before = int(await said(box, "cat /dev/shm/count"))
-        assert int(await said(box, "sleep 1; cat /dev/shm/count")) > before
-        alone.add((await said(box, "hostname"), await said(box, "cat /etc/machine-id")))
-        alone.add((await said(box, "head -c 16 /dev/urandom | od -An -tx1"), ""))
-        assert abs(float(await said(box, "date +%s.%N")) - time.time()) < 30
-    assert len(alone) == 6
+    for box in (parent, *children):
+        seen = (await said(box, LOOK)).splitlines()
+        assert seen[:2] == ["in-memory", "on-disk"]
+        assert int(seen[3]) > int(seen[2])
+        assert abs(float(seen[7]) - time.time()) < 30
+        assert pid in seen[8:]
+        alone |= set(seen[4:7])
+    assert len(alone) == 9
     assert len({box.info.token for box in children}) == 2
     await said(children[0], "echo changed > /kept; echo mine > /dev/shm/kept")
     assert await said(children[1], "cat /kept /dev/shm/kept") == "on-disk\nin-memory"
@@ -120,3 +125,65 @@ async def test_two_forks_at_once_and_one_of_a_paused(server: Server, client: Asy
     assert (await parent.refresh()).state is State.PAUSED
     assert await said(parent, "cat /dev/shm/kept") == "here"
     assert kept(server) == []
+
+
+async def test_a_snapshot_is_an_environment_of_containers_too(server: Server, client: AsyncClient) -> None:
+    builder = await client.create(SMALL)
+    script = """
+        mkdir -p /w/.cache /w/d /w/secret; echo kept > /w/f; chown nobody /w/f; echo x > /w/.cache/c
+        echo z > /w/secret/k; ln -s f /w/link; ln /w/f /w/hard; mknod /w/disk b 8 0
+        rm /etc/motd; rm -rf /usr/share/base-files; mkdir /usr/share/base-files; echo 1 > /usr/share/base-files/only
+        head -c 5000000 /dev/urandom | tee /w/random | sha256sum > /w/sum
+    """
+    await said(builder, script)
+    await builder.pause()
+    made = await builder.pack_diff("machine@1", remove=["w/secret"])
+    assert (await builder.refresh()).state is State.PAUSED
+    assert set(made.removed_paths) == {"/w/.cache/c", "/w/secret/k", "/etc/machine-id"}
+    assert (kept(server), captures(server)) == ([], [])
+    solver = await client.create("machine@1", memory_bytes=128 << 20, disk_bytes=64 << 20)
+    assert (
+        await said(solver, "stat -c '%U %h' /w/f; cat /w/link; sha256sum < /w/random | cmp - /w/sum")
+        == "nobody 2\nkept"
+    )
+    for gone in ("/w/secret/k", "/etc/motd", "/w/.cache/c", "/w/disk"):
+        assert not await solver.files.exists(gone), gone
+    assert [entry.name for entry in await solver.files.list("/usr/share/base-files")] == ["only"]
+    assert await said(builder, "cat /w/f") == "kept"
+
+
+def captures(server: Server) -> list[str]:
+    return [path.name for path in (server.config.run / "volume" / "captures").iterdir()]
+
+
+async def test_its_work_is_judged_apart(server: Server, client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    await said(box, "mkdir /project; echo 42 > /project/answer; echo 1 > /outside; ln -s /etc/passwd /project/link")
+    grader = Grader(
+        argv=["sh", "-c", "cat /project/answer; ls /outside; uname -r; test $(cat /project/answer) = 42"],
+        memory_bytes=SMALL.memory_bytes,
+        disk_bytes=SMALL.disk_bytes,
+        cpus=SMALL.cpus,
+    )
+    verdict = await box.verify(grader, paths=["/project"])
+    assert verdict.reward == 1
+    (run,) = verdict.runs
+    assert run.stdout.split() == ["42", await said(box, "uname -r")]
+    assert {each.path for each in verdict.untaken} >= {"/project/link"}
+    assert captures(server) == []
+
+
+async def test_a_rebuild_begins_from_its_snapshot(client: AsyncClient) -> None:
+    box = await client.create(SMALL)
+    await box.commands.run("head -c 12 /dev/urandom | base64 | tee /kept", key="one")
+    await box.pack_diff("point@1", scrub=False)
+    await box.commands.run("cat /kept; echo more >> /kept", key="two")
+    taken = [each.data async for each in box.events() if each.type == "snapshot"]
+    assert [bool(data["at"]) for data in taken] == [True]
+    content = await said(box, "cat /kept")
+    await box.kill()
+    found = await client.rebuild(box.id)
+    assert (found.base, found.diverged, found.replayed) == ("point@1", None, 2)
+    again = await client.connect(found.sandbox.id)
+    assert await said(again, "cat /kept") == content
+    assert (await again.refresh()).accel == "tcg"

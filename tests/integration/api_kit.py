@@ -135,6 +135,11 @@ def make_api(root: Path, edge: Any) -> Api:
     def written(sandbox_id: str) -> tuple[Path, int]:
         return root / "written" / sandbox_id, 0
 
+    @asynccontextmanager
+    async def still(sandbox_id: str) -> AsyncIterator[Path]:
+        async with edge.still(sandbox_id):
+            yield written(sandbox_id)[0]
+
     return Api(
         edge,
         environments=lambda project: ENVIRONMENTS,
@@ -142,8 +147,7 @@ def make_api(root: Path, edge: Any) -> Api:
         builder=BuildService(layers, edge, written),
         verifier=Verifier(
             edge,
-            written=written,
-            still=edge.still,
+            written=still,
             lending=layers.environments.lending,
             scratch=layers.layers.scratch,
         ),

@@ -57,16 +57,14 @@ class Verifier:
         self,
         edge: EdgeClient,
         *,
-        written: Callable[[str], tuple[Path, int]],
-        still: Callable[[str], AbstractAsyncContextManager[None]],
+        written: Callable[[str], AbstractAsyncContextManager[Path]],
         lending: Lending,
         scratch: Callable[[], TemporaryDirectory[str]],
     ) -> None:
-        """`written`: what a sandbox has written, as `Volume.written`. `still`: as `Stillness.hold`. `lending`: as
-        `EnvironmentStore.lending`. `scratch`: a directory on the data's disk."""
+        """`written`: what a sandbox has written, as an overlay's upper directory, in which nothing changes while the
+        context lasts. `lending`: as `EnvironmentStore.lending`. `scratch`: a directory on the data's disk."""
         self._edge = edge
         self._written = written
-        self._still = still
         self._lending = lending
         self._scratch = scratch
         self._room = asyncio.Semaphore(AT_ONCE)
@@ -96,13 +94,12 @@ class Verifier:
             await asyncio.to_thread(scratch.cleanup)
 
     async def _taken(self, sandbox_id: str, allowed: Allowed, scratch: Path) -> Submission:
-        async with self._still(sandbox_id):
-            try:
-                upper, _ = await asyncio.to_thread(self._written, sandbox_id)
+        try:
+            async with self._written(sandbox_id) as upper:
                 return await asyncio.to_thread(read_submission, upper, allowed, scratch)
-            except FileNotFoundError:
-                self._edge.usage(sandbox_id)  # says how it ended
-                raise OutcomeUnknown("the sandbox's files went away while they were read") from None
+        except FileNotFoundError:
+            self._edge.usage(sandbox_id)  # says how it ended
+            raise OutcomeUnknown("the sandbox's files went away while they were read") from None
 
     async def _graded(
         self, project: str, info: SandboxInfo, grader: Grader, submission: Submission
@@ -111,6 +108,7 @@ class Verifier:
             layers = list(info.spec.layers)
             wanted = SandboxSpec(
                 environment=SCRATCH if layers else info.spec.environment,
+                backend=info.spec.backend,
                 layers=[*grader.layers, *layers],
                 cpus=grader.cpus,
                 memory_bytes=grader.memory_bytes,

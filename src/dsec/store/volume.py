@@ -191,6 +191,30 @@ class Volume:
             self.drop_capture(name)
             raise self._explained(error) from None
 
+    def make_capture(self, name: str, most_bytes: int) -> Path:
+        """An empty one whose files come from elsewhere: its `upper`. Raises `Unavailable` where the volume is full."""
+        path = self.capture_path(name)
+        try:
+            if self._quotas is None:
+                path.mkdir(mode=0o700)
+            else:
+                fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    btrfs.create_subvolume(fd, name)
+                finally:
+                    os.close(fd)
+            if self.quota:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    btrfs.limit(fd, most_bytes + QUOTA_SLACK)
+                finally:
+                    os.close(fd)
+            (path / "upper").mkdir(mode=0o755)
+        except OSError as error:
+            self.drop_capture(name)
+            raise self._explained(error) from None
+        return path / "upper"
+
     def capture_path(self, name: str) -> Path:
         """Where `upper` of a capture is."""
         return self.root / "captures" / name

@@ -63,6 +63,7 @@ class MachineInstance:
         return replace(
             self.machine.slot.usage(),
             oom_kills=inside.oom_kills,
+            pids=inside.pids + 1,  # and the guest
             pids_refused=inside.pids_refused,
             disk_bytes=inside.disk_bytes,
             disk_limit_bytes=inside.disk_limit_bytes or self._disk_limit_bytes,

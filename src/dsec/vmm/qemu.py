@@ -39,6 +39,8 @@ _BOARDS = {
     "pc": "pc,usb=off,hpet=off,vmport=off,smbus=off,graphics=off",
     "microvm": "microvm,acpi=on,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off",
 }
+_ERRORS = "werror=report,rerror=report"
+"""Of disks: the machine is told, and doesn't stand still (where the host's disk is full)."""
 _PC_SLOTS = range(4, 31)
 _MICROVM_TRANSPORTS = 24
 
@@ -168,7 +170,7 @@ class QemuDriver:
                 slot = f"virtio-blk-pci,addr={_PC_SLOTS[number // 8]:#x}.{number % 8},multifunction=on"
             else:
                 slot = "virtio-blk-device"
-            line.add("-device", f"{slot},drive={serial},serial={serial}")
+            line.add("-device", f"{slot},drive={serial},serial={serial},{_ERRORS}")
 
     async def control(self, path: Path) -> QemuControl:
         """As in `VmmDriver`."""

@@ -41,7 +41,7 @@ _WELCOME = struct.Struct("<HHIQQ")
 _U64 = struct.Struct("<Q")
 _TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
-_STATUS = struct.Struct("<5Q")
+_STATUS = struct.Struct("<6Q")
 _TWO_U16 = struct.Struct("<HH")
 
 
@@ -157,6 +157,8 @@ class Status(Struct, frozen=True):
     memory_bytes: int = 0
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
+    pids: int = 0
+    """Of commands, without the guest."""
 
 
 Event = Known | Synced | Started | Output | StdinRoom | Ended | Refused | Pong | Status

@@ -19,11 +19,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+from dsec.backends.microvm.captures import Captures
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.spares import Wanted
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
-from dsec.ports import Clock, Handle, InstanceEnd
+from dsec.ports import Captured, Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 from dsec.vmm.disks import disk_size
@@ -54,6 +55,7 @@ class MicroVmBackend:
         self._instances: dict[str, MachineInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self.moments = Moments(node.disks)
+        self.captures = Captures(node, self.moments)
 
     @property
     def epoch(self) -> int:
@@ -183,6 +185,7 @@ class MicroVmBackend:
             "memory_bytes": shape.memory_bytes,
             "cpus": spec.cpus,
             "disk_bytes": shape.disk_bytes,
+            "layers": layers,
             "capture": capture,
         }
 
@@ -245,17 +248,27 @@ class MicroVmBackend:
 
     async def split(self, sandbox_id: str, handle: Handle) -> str:
         """As in `ports.ForkHost`."""
+        self._check_same(handle)
+        return await self.moments.take(self._running(sandbox_id), handle)
+
+    async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
+        """As in `ports.CaptureHost`."""
+        self._check_same(handle)
+        return await self.captures.take(self._running(sandbox_id), handle, tuple(handle["layers"]))
+
+    def _check_same(self, handle: Handle) -> None:
+        """Raises `Unsupported` where its state can't go on in another VMM."""
         if handle.get("vmm") != self.node.driver.fingerprint:
             raise Unsupported(
                 "this machine was started by another version of the virtual machine monitor, or on another CPU: its "
                 "state can't go on in one of this node's",
-                remedy="Create a new sandbox, and fork that.",
+                remedy="Create a new sandbox.",
             )
-        return await self.moments.take(self._running(sandbox_id), handle)
 
     async def drop(self, name: str) -> None:
         """As in `ports.CaptureHost`."""
         self.moments.drop(name)
+        await self.captures.drop(name)
 
     def _running(self, sandbox_id: str) -> MachineInstance:
         instance = self._instances.get(sandbox_id)
