@@ -96,18 +96,19 @@ async def test_time_inside_is_right_after_a_resume(client: AsyncClient) -> None:
 
 async def test_an_upload_waits_and_loses_nothing(client: AsyncClient) -> None:
     box = await client.create(SMALL)
-    sent = asyncio.Event()
+    sent, paused = asyncio.Event(), asyncio.Event()
 
     async def pieces() -> AsyncIterator[bytes]:
         for number in range(64):
             if number == 16:
                 sent.set()
-                await asyncio.sleep(0.2)
+                await paused.wait()
             yield bytes([number]) * (256 << 10)
 
     upload = asyncio.create_task(box.files.write("/tmp/big", pieces()))
     await sent.wait()
     await box.pause()
+    paused.set()
     await asyncio.sleep(0.5)
     assert not upload.done()
     assert (await box.refresh()).state is State.PAUSED
