@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -187,3 +188,35 @@ async def test_a_rebuild_begins_from_its_snapshot(client: AsyncClient) -> None:
     again = await client.connect(found.sandbox.id)
     assert await said(again, "cat /kept") == content
     assert (await again.refresh()).accel == "tcg"
+
+
+async def test_a_server_that_dies_in_the_middle_of_a_fork(server: Server, client: AsyncClient) -> None:
+    """It leaves the parent standing still; the next one lets it go on, and finds children with tokens of their own."""
+    parent = await client.create(SMALL)
+    await said(parent, "echo here > /dev/shm/kept")
+    (child,) = await parent.fork(1)
+    server.kill()
+    machines = list((server.config.run / "vm").iterdir())
+    assert len(machines) == 2
+    for machine in machines:
+        stop(machine)
+    disks = server.config.run / "volume" / "vm"
+    (disks / "m0123.template").write_bytes(b"left")
+    server.start()
+    async with server.client() as again:
+        for box in (parent, child):
+            assert await said(await again.connect(box.id), "cat /dev/shm/kept") == "here"
+    assert kept(server) == []
+
+
+def stop(machine: Path) -> None:
+    """Have its VMM hold it still, as for a fork."""
+    directory = os.open(machine, os.O_PATH | os.O_DIRECTORY)
+    with socket.socket(socket.AF_UNIX) as control:
+        control.settimeout(PATIENCE_S)
+        control.connect(f"/proc/self/fd/{directory}/control")
+        os.close(directory)
+        control.sendall(b'{"execute": "qmp_capabilities"}{"execute": "stop", "id": 7}')
+        said = b""
+        while b'"id": 7' not in said:
+            said += control.recv(65536)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsec.backends.microvm.spares import Spares
 from dsec.backends.microvm.templates import Templates
+from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
@@ -67,7 +68,14 @@ class VmNode(MachineNode):
         """A machine that waits to become somebody. `Machines.end` removes what it made, also where this fails. Raises
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
-        return await self.go_on(name, reservation, shape, cpus, await self.templates.get(shape))
+        template = await self.templates.get(shape)
+        try:
+            machine = await self.go_on(name, reservation, shape, cpus, template)
+        except (CreateFailed, Unavailable):
+            await self.templates.doubt(template)
+            raise
+        self.templates.trust(template)
+        return machine
 
     async def go_on(
         self, name: str, reservation: str, shape: Shape, cpus: float, template: Template, *, devices_only: bool = False

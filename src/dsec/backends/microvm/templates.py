@@ -53,6 +53,7 @@ class Note(Struct, frozen=True):
     machine: str
     boot_s: float
     created_at: float
+    state_bytes: int
 
 
 class Templates:
@@ -67,6 +68,7 @@ class Templates:
         self._guest = guest
         self._open: dict[str, Template] = {}
         self._making: dict[str, asyncio.Task[Template]] = {}
+        self._doubted: set[str] = set()
         self.boots_s: list[float] = []
         """How long the machines that were booted here took, from the start of the VMM until they were ready."""
 
@@ -78,7 +80,10 @@ class Templates:
         found = self._open.pop(key, None)
         if found is not None:
             self._open[key] = found  # the last used is the last to go
-            return found
+            if _has(found.disk, shape.disk_bytes):
+                return found
+            log.warning("a template's disk was removed or cut: it is made again")
+            await self.discard(found)
         making = self._making.get(key)
         if making is None:
             making = self._making[key] = asyncio.create_task(self._make(key, kernel, shape), name="template")
@@ -89,6 +94,30 @@ class Templates:
         """Names a template by all that goes into it."""
         parts = (VERSION, kernel.digest, self._guest.parent.name, self._machines.driver.fingerprint, shape)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+    async def doubt(self, template: Template) -> None:
+        """A clone of it failed; the second in a row is its own fault, and it is made again."""
+        if template.key in self._doubted:
+            log.warning("clones of a template fail: it is made again")
+            await self.discard(template)
+        else:
+            self._doubted.add(template.key)
+
+    def trust(self, template: Template) -> None:
+        """A clone of it goes on."""
+        self._doubted.discard(template.key)
+
+    async def discard(self, template: Template) -> None:
+        """Here and on disk; clones that live go on."""
+        self._doubted.discard(template.key)
+        if self._open.get(template.key) is not template:
+            return  # it has been made again meanwhile
+        self._forget(template.key)
+        template.disk.unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, self.root / template.key, True)
+        if self._machines.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self._machines.launcher.drop(template.key)
 
     async def adopt(self, held: frozenset[str]) -> None:
         """What the launcher holds for an earlier server."""
@@ -156,7 +185,7 @@ class Templates:
             boot_s = await self._run(key, kernel, shape, memory, state)
             for fd in (memory, state):
                 seal(fd)
-            note = Note(shape, kernel.digest, kernel.machine, boot_s, time.time())
+            note = Note(shape, kernel.digest, kernel.machine, boot_s, time.time(), os.fstat(state).st_size)
             await asyncio.to_thread(self._save, key, memory, state, note)
         except BaseException:
             os.close(memory)
@@ -291,7 +320,9 @@ class Templates:
                     return None
                 seal(fd)
                 found.append(fd)
-            whole = os.fstat(found[0]).st_size == note.shape.memory_bytes and os.fstat(found[1]).st_size > 0
+            whole = (
+                os.fstat(found[0]).st_size == note.shape.memory_bytes and os.fstat(found[1]).st_size == note.state_bytes
+            )
             if not whole or not self._load_disk(key, note.shape.disk_bytes):
                 shutil.rmtree(directory, ignore_errors=True)
                 return None
@@ -320,6 +351,13 @@ async def _first_word(machine: Machine) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _has(disk: Path, size: int) -> bool:
+    try:
+        return disk.stat().st_size == size
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

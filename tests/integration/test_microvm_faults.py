@@ -1,0 +1,240 @@
+"""What goes wrong around machines: their template's files, the host's disk and memory, another version of what runs
+them, a guest in hostile hands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dsec.app import open_host, open_machines
+from dsec.backends.container.host import Host
+from dsec.backends.microvm import captures
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.channel import files
+from dsec.configuration import Config
+from dsec.edge.config import EdgeConfig, SystemClock
+from dsec.edge.node import Edge
+from dsec.errors import AdmissionTimeout, CreateFailed, OutcomeUnknown, Unavailable, Unsupported
+from dsec.ports import Captured, Handle
+from dsec.spec.operations import OpRequest
+from dsec.spec.sandbox import SandboxSpec, State
+from dsec.store.views import remove_dev
+from dsec.testing.conformance.kit import ENV, ok, shell
+from dsec.vmm.instance import MachineInstance
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+]
+
+SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
+PATIENCE_S = 60.0
+
+
+class Node:
+    """A backend, and machines that end with the test."""
+
+    def __init__(self, backend: MicroVmBackend) -> None:
+        self.backend = backend
+        self.handles: dict[str, Handle] = {}
+
+    async def make(self, name: str, capture: str = "") -> MachineInstance:
+        async with asyncio.timeout(4 * PATIENCE_S):
+            handle = self.handles[name] = self.backend.reserve(name, SPEC, capture=capture)
+            return await self.backend.create(name, SPEC, handle)
+
+    async def capture(self, name: str) -> Captured:
+        return await self.backend.capture(name, self.handles[name])
+
+
+@pytest.fixture(scope="module")
+def place(
+    debian_module_state: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Config, Host]]:
+    """A host for all tests, with templates of its own, which get hurt."""
+    run = tmp_path_factory.mktemp("faults") / f"run-{os.getpid()}"
+    config = Config(state=debian_module_state, run=run, vm_accel="tcg", vm_spare=0)
+    host = open_host(config)
+    yield config, host
+    host.volume.close(keep=False)
+    host.layers.unmount_all()
+    host.views.remove()
+    remove_dev(host.run)
+
+
+@pytest.fixture
+async def node(place: tuple[Config, Host]) -> AsyncIterator[Node]:
+    found = open_machines(*place)
+    assert found is not None
+    backend = MicroVmBackend(found, SystemClock())
+    await backend.open({})
+    made = Node(backend)
+    try:
+        yield made
+    finally:
+        for name, handle in made.handles.items():
+            await backend.destroy(name, handle)
+        await backend.close(keep=False)
+
+
+async def test_a_templates_files_go_while_clones_live(node: Node) -> None:
+    one = await node.make("one")
+    templates = node.backend.node.templates
+    (key,) = templates._open
+    boots = len(templates.boots_s)
+    kept = templates.root / key
+    for name in ("memory", "state", "disk"):
+        os.truncate(kept / name, (kept / name).stat().st_size // 2)
+    templates._disk(key).unlink()
+    ok(await shell(one.channel, "cat /usr/bin/python3* > /dev/null; echo x > /x; sync"))
+    two = await node.make("two")  # its template is made again
+    assert len(templates.boots_s) == boots + 1
+    assert ok(await shell(two.channel, "echo alive")) == b"alive\n"
+    assert ok(await shell(one.channel, "cat /x")) == b"x\n"
+
+
+async def test_a_template_that_is_no_use_is_made_again(node: Node) -> None:
+    await node.make("one")
+    templates = node.backend.node.templates
+    (template,) = templates._open.values()
+    broken = os.memfd_create("state", os.MFD_CLOEXEC)
+    os.write(broken, os.pread(template.state, 1000, 0))
+    os.dup2(broken, template.state)
+    os.close(broken)
+    for name in ("two", "three"):
+        with pytest.raises((CreateFailed, Unavailable)):
+            await node.make(name)
+    four = await node.make("four")
+    assert ok(await shell(four.channel, "echo alive")) == b"alive\n"
+
+
+async def test_the_disk_is_full_during_a_snapshot(node: Node) -> None:
+    one = await node.make("one")
+    ok(await shell(one.channel, "head -c 30M /dev/urandom > /random; sync"))
+    volume = node.backend.node.host.volume.root
+    before = {path.name for path in volume.rglob("*")}
+    with filled(volume):
+        with pytest.raises(Unavailable):
+            await node.capture("one")
+        assert ok(await shell(one.channel, "echo alive")) == b"alive\n"
+    left = {path.name for path in volume.rglob("*")} - before
+    assert left == set()
+    captured = await node.capture("one")
+    assert (captured.upper / "random").stat().st_size == 30 << 20
+    await node.backend.drop(captured.name)
+
+
+@contextmanager
+def filled(volume: Path) -> Iterator[None]:
+    """There is no room left."""
+    filler = volume / "filler"
+    with filler.open("wb") as file:
+        size, at = 1 << 36, 0
+        while size >= 1 << 12:
+            try:
+                os.posix_fallocate(file.fileno(), at, size)
+                at += size
+            except OSError:
+                size //= 2
+    try:
+        yield
+    finally:
+        filler.unlink()
+        os.sync()
+
+
+async def test_its_state_is_of_another_cpu_or_version(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await node.make("one")
+    monkeypatch.setitem(node.backend.node.driver.__dict__, "fingerprint", "another")
+    with pytest.raises(Unsupported, match="on another CPU"):
+        await node.backend.split("one", node.handles["one"])
+    with pytest.raises(Unsupported, match="on another CPU"):
+        await node.capture("one")
+
+
+async def test_a_storm_beyond_memory(node: Node, tmp_path: Path) -> None:
+    class Small:
+        def memory_total_bytes(self) -> int:
+            return 1 << 30
+
+        def memory_free_bytes(self) -> int:
+            return 1 << 30
+
+        def disk_free_bytes(self) -> int:
+            return 1 << 40
+
+    config = EdgeConfig(memory_overcommit=1.0)
+    edge = await Edge.open({"microvm": node.backend}, tmp_path / "edge", config=config, capacity=Small())
+    try:
+        made = await asyncio.gather(
+            *(edge.create(SPEC, project="default", deadline_s=PATIENCE_S if i < 4 else 1.0) for i in range(12)),
+            return_exceptions=True,
+        )
+        running = [each for each in made if not isinstance(each, BaseException)]
+        refused = [each for each in made if isinstance(each, AdmissionTimeout)]
+        assert (len(running), len(refused)) == (4, 8)
+        items = await edge.fork(running[0].sandbox.id, 3, deadline_s=0.0)
+        assert {item.error.code for item in items if item.error} == {"admission_timeout"}
+        assert all(edge.get(each.sandbox.id).state is State.RUNNING for each in running)
+        assert len(node.backend.node.machines.names()) == 4
+    finally:
+        await edge.close(keep=False)
+
+
+HIJACK = r"""
+import sys
+while True:
+    words = open("/proc/1/syscall").read().split()
+    if len(words) == 9:
+        break
+code = {
+    "silent": b"\xeb\xfe",  # jmp .
+    # write(4, here, 4096), again and again
+    "flood": b"\xb8\x01\0\0\0\xbf\x04\0\0\0\x48\x8d\x35\xef\xff\xff\xff\xba\0\x10\0\0\x0f\x05\xeb\xe6",
+}[sys.argv[1]]
+with open("/proc/1/mem", "r+b", buffering=0) as memory:
+    memory.seek(int(words[-1], 16))
+    memory.write(code)
+"""
+
+
+async def test_a_guest_in_hostile_hands(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root inside writes over pid 1: one floods the channel with what is no frame, one falls silent."""
+    flooding, silent, other = [await node.make(name) for name in ("flooding", "silent", "other")]
+    for instance, how in ((flooding, "flood"), (silent, "silent")):
+        await files.write_file(instance.channel, b"/hijack.py", _once(HIJACK.encode()), user="root")
+        await instance.channel.start(OpRequest(argv=(b"/usr/bin/python3", b"/hijack.py", how.encode()), env=ENV))
+    async with asyncio.timeout(PATIENCE_S):
+        await flooding.channel.lost()
+    with pytest.raises(OutcomeUnknown):
+        await flooding.channel.ping()
+    async with asyncio.timeout(PATIENCE_S):
+        while await answers(silent, within_s=2):
+            pass
+    assert ok(await shell(other.channel, "echo alive")) == b"alive\n"
+    monkeypatch.setattr(captures, "WRITE_S", 2.0)
+    with pytest.raises(Unavailable, match="didn't write its files down"):
+        await node.capture("silent")
+    assert list((node.backend.node.host.volume.root / "captures").iterdir()) == []
+    assert len(node.backend.node.machines.names()) == 3
+    assert ok(await shell(other.channel, "echo alive")) == b"alive\n"
+
+
+async def answers(instance: MachineInstance, *, within_s: float) -> bool:
+    """Whether its guest does."""
+    try:
+        async with asyncio.timeout(within_s):
+            await instance.channel.ping()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
