@@ -71,10 +71,13 @@ class AsyncFunction:
         if asked is None:
             asked = FunctionCall(stdin=stdin, files=dict(files or {}))
         results = _results(self._transport, self.spec, [asked], ordered=False, stop=False)
+        found = None
         async with aclosing(results):
             async for result in results:
-                return result
-        raise PlatformError("the answer ended without a result")
+                found = result  # and on to the answer's end, so that the connection can be used again
+        if found is None:
+            raise PlatformError("the answer ended without a result")
+        return found
 
     async def map(self, *iterables: Iterable[Any]) -> AsyncIterator[Any]:
         """Call it with an item of each, as the built-in `map` does; yields the values in order, while later calls run.

@@ -72,7 +72,6 @@ class Run:
         self._watched = False
         self._payload = memoryview(payload)
         lane.set_shape(Shape(limits.memory_bytes, limits.cpus, limits.pids))
-        lane.meter.begin()
         lane.on_ended = self._ended
         self._begun = time.monotonic()
         self._timer = self._loop.call_later(min(_UNWATCHED_S, limits.wall_s), self._look)
@@ -82,6 +81,7 @@ class Run:
             sent = socket.send_fds(lane.call, [payload[:_CHUNK]], fds)
             self._payload = self._payload[sent:]
         self._write()
+        lane.meter.begin()  # while it wakes up
 
     def stop(self) -> None:
         """Let go of the lane. Idempotent."""
