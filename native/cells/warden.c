@@ -39,7 +39,7 @@ static void tell(uint32_t type, uint32_t lane, int32_t value, const char *text) 
 static void tell_directory(uint32_t lane) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/root/tmp", lanes[lane].cell);
-    int fd = lanes[lane].cell ? open(path, O_PATH | O_DIRECTORY | O_CLOEXEC) : -1;
+    int fd = lanes[lane].cell ? open(path, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : -1;
     const struct message message = {CELL_DIRECTORY, lane, 0, fd < 0 ? ESRCH : 0};
     if (send_message(DSEC_FD_CHANNEL, &message, NULL, 0, &fd, fd >= 0) < 0) _exit(0);
     close(fd);
@@ -230,6 +230,8 @@ static void reap(void) {
 static void seal_root(void) {
     struct x_mount_attr attr = {.attr_set = X_MOUNT_ATTR_RDONLY | X_MOUNT_ATTR_NOSUID};
     static const char *const LINKS[][2] = {{"/run/shm", CELL_SHM}, {"/var/tmp", "/tmp"}};
+    struct stat st;
+    if (lstat("/tmp", &st) == 0 && !S_ISDIR(st.st_mode)) unlink("/tmp"); /* a link would lead out of the cell, seen from here */
     mkdir("/tmp", 01777);
     mkdir("/run", 0755);
     for (size_t i = 0; i < sizeof LINKS / sizeof *LINKS; i++)

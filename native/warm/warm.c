@@ -98,7 +98,7 @@ static void say(uint32_t type, uint32_t lane, uint32_t turn, int32_t value) {
 
 #define RANGES 2048
 #define PAGE 4096 /* where pages are larger it finds less */
-#define WAIT_NS 3000000
+#define WAIT_NS 8000000
 enum { POPULATE_READ = 22, POPULATE_WRITE = 23 };
 struct range {
     uint64_t at, size, advice;

@@ -50,6 +50,7 @@ from dsec.errors import DsecError, EnvironmentNotFound, InvalidRequest, Permissi
 from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.running import FirstOf
+from dsec.grading.slots import Slots
 from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import zram
@@ -264,7 +265,7 @@ async def open_edge(
             ),
             key_policy=network.keys,
         )
-        jails = Jails(ContainerJails(backend, state.tenant), host.environments.around, clock)
+        jails = Jails(ContainerJails(backend, state.tenant, edge.promise), host.environments.around, clock)
         on_jails(jails)
         try:
             yield edge
@@ -398,6 +399,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
             found = layers.environments.list(project)
             return [EnvironmentInfo(name=each.name, layers=list(each.layers)) for each in found]
 
+        slots = Slots(weights=config.weights)
         api = Api(
             edge,
             environments=listed,
@@ -406,10 +408,11 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
             layers=layers,
             builder=builds,
             verifier=verifier,
-            functions=FunctionService(jails[0]),
+            functions=FunctionService(jails[0], slots=slots),
             judge=Judge(
                 FirstOf(CellRunner(jails[0]), ContainerRunner(edge)),
                 layers.environments.around,
+                slots=slots,
             ),
             fusion=fusion,
         )

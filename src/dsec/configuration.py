@@ -15,6 +15,7 @@ path, so that several servers fit on one host.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """What runs microVMs: qemu, firecracker, firecracker+uffd; empty: what the host can."""
     vm_spare: int = 2
     """Virtual machines to have ready of a kind that is in use."""
+    weights: dict[str, float] = {}
+    """Of projects, where function calls and the judge have no room for all; others have 1."""
     zram_bytes: int | None = None
     """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
 
@@ -86,6 +89,12 @@ def read_config(state: Path | None = None) -> Config:
         )
     if not spare.isdecimal():
         raise InvalidRequest(f"DSEC_VM_SPARE is {spare!r}", remedy="It is a number of machines.")
+    weights = {}
+    for word in os.environ.get("DSEC_WEIGHTS", "").split():
+        project, _, weight = word.rpartition("=")
+        if not project or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", weight) or not float(weight):
+            raise InvalidRequest(f"DSEC_WEIGHTS has {word!r}", remedy="It is PROJECT=NUMBER each, the number above 0.")
+        weights[project] = float(weight)
     return Config(
         state=state,
         run=run,
@@ -96,6 +105,7 @@ def read_config(state: Path | None = None) -> Config:
         vm_accel=accel,
         vm_monitor=monitor,
         vm_spare=int(spare),
+        weights=weights,
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )
 

@@ -339,6 +339,30 @@ def test_json_over_http(server: Server) -> None:
     assert ask("def f(): return 'x' * (2 << 20)")["error"]["type"] == "ResultRefused"
 
 
+def test_memory_of_calls_counts_where_sandboxes_are_let_in(client: Client) -> None:
+    limits = FunctionLimits(memory_bytes=333 * MIB)
+    function = client.function("import time\ndef f(): time.sleep(300)", "f", limits=limits)
+    before = client.node()["memory_committed_bytes"]
+    for _ in function.run_many([FunctionCall()] * 2 + [FunctionCall(args=[1])]):  # the last one fails at once
+        assert client.node()["memory_committed_bytes"] == before + 2 * 333 * MIB
+        break
+    until(lambda: client.node()["memory_committed_bytes"] == before)
+
+
+def test_what_goes_on_writing_keeps_nobody(client: Client) -> None:
+    source = """
+import os
+def f():
+    if not os.fork():
+        while True:
+            os.write(1, b"x" * 4096)
+    return "done"
+"""
+    result = call(client, source, limits=FunctionLimits(output_bytes=64 * MIB))
+    assert result.value == "done"
+    assert len(result.stdout) <= MIB
+
+
 def test_random_numbers_and_forks_are_a_calls_own(client: Client) -> None:
     """What threading and random do at a fork is left out where workers are forked, not where calls fork."""
     source = """

@@ -121,6 +121,9 @@ class NoJails:
     def take_slot(self, owner: str, project: str, shape: Shape) -> Slot:
         raise NotImplementedError
 
+    def promise(self, change_bytes: int) -> None:
+        raise NotImplementedError
+
     def give_back(self, slot: Slot) -> None:
         raise NotImplementedError
 

@@ -94,6 +94,7 @@ for turn in range(8):
         os.write(3, struct.pack("<IIIi", kind, turn % 3, turn, 1) + b"x" * turn)
 os.write(3, b"short")
 """
+LINKED = "import os\nfound = os.readlink('/tmp') if os.path.islink('/tmp') else ''\n"
 SHARER = "import mmap\nkept = mmap.mmap(-1, 4096)\n"
 LATE = """
 import os, struct, threading, time
@@ -107,8 +108,8 @@ threading.Thread(target=later, daemon=True).start()
 """
 
 
-def module_layer(**modules: str) -> BytesIO:
-    """An archive with Python modules where Debian's Python looks."""
+def module_layer(link: str = "", **modules: str) -> BytesIO:
+    """An archive with Python modules where Debian's Python looks; `link`: where its /tmp leads."""
     archive = BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, source in modules.items():
@@ -116,6 +117,10 @@ def module_layer(**modules: str) -> BytesIO:
             info = tarfile.TarInfo(f"usr/lib/python3/dist-packages/{name}.py")
             info.size = len(data)
             tar.addfile(info, BytesIO(data))
+        if link:
+            info = tarfile.TarInfo("tmp")
+            info.type, info.linkname = tarfile.SYMTYPE, link
+            tar.addfile(info)
     archive.seek(0)
     return archive
 
@@ -134,6 +139,9 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with Client(endpoint.url, endpoint.api_key) as client:
             client.catalog.build(top / "layer.tar", "hostile@1")
             client.catalog.create_environment("hostile", ["hostile@1", "env:debian"])
+            (top / "linked.tar").write_bytes(module_layer("/etc", linked=LINKED).getvalue())
+            client.catalog.build(top / "linked.tar", "linked@1")
+            client.catalog.create_environment("linked", ["linked@1", "env:debian"])
         yield made
 
 
@@ -431,6 +439,16 @@ def test_a_library_that_forges_messages_gains_nothing(client: Client) -> None:
         result = late.run(FunctionCall(args=[number]))
         assert result.infra or result.value == number, result
     assert client.function("math:sqrt").remote(16.0) == 4.0  # others don't notice
+
+
+def test_an_image_whose_tmp_is_a_link(client: Client) -> None:
+    """What is fetched comes from the cell's own /tmp, seen from outside, not from where the image's link leads."""
+    function = client.function("import linked\ndef attack(): return linked.found", "attack", environment="linked")
+    assert function.remote() == ""
+    script = "cat /tmp/passwd 2>/dev/null; echo mine > /tmp/group; ls /tmp"
+    result = client.function(script, language="bash", environment="linked", take=["passwd", "group"]).run()
+    assert result.files == {"group": b"mine\n"}
+    assert b"root" not in result.stdout
 
 
 def test_memory_that_calls_would_share_is_refused(client: Client) -> None:

@@ -35,6 +35,31 @@ def test_long_work_leaves_places_for_others() -> None:
     assert turns.give() == "short 1"  # although the long ones wait longer: they hold three places
 
 
+def test_weights_are_shares() -> None:
+    turns: Turns[str] = Turns(6, lambda project: 2.0 if project == "heavy" else 1.0)
+    for project in ("light", "heavy"):
+        for _ in range(100):
+            turns.wait((project, 0), project)
+    given = [turns.give() for _ in range(6)]
+    for _ in range(60):
+        assert given.count("heavy") == 4
+        turns.free((given.pop(0), 0))
+        given.append(turns.give())
+
+
+def test_a_place_is_taken_where_nobody_waits() -> None:
+    turns: Turns[str] = Turns(2)
+    assert turns.take(("a", 0))
+    turns.wait(("b", 0), "b")
+    assert not turns.take(("a", 1))  # b waits for it
+    assert turns.give() == "b"
+    assert not turns.take(("a", 1))
+    turns.free(("a", 0))
+    turns.free(("b", 0))
+    assert turns.take(("a", 1))
+    assert turns.held == 1
+
+
 def test_who_comes_back_again_and_again_gains_nothing() -> None:
     turns: Turns[str] = Turns(1)
     turns.wait(("patient", 0), "patient")

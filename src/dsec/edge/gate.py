@@ -1,7 +1,7 @@
 """The queue of creations: `dsec.plan.admission` decides, this keeps count and order.
 
 Invariant: every sandbox that was let in is counted in `starting` until `started`, and its memory in `committed_bytes`
-until `left`.
+until `left`, beside what is promised to function calls.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ class Gate:
         """Count one that exists already (recovery)."""
         self.live += 1
         self.committed_bytes += sandbox.record.spec.memory_bytes
+
+    def promise(self, change_bytes: int) -> None:
+        """To what is no sandbox: that much memory more, or less. Raises `Unsupported` for what can never fit."""
+        if change_bytes > self.limits.memory_capacity_bytes:
+            most = self.limits.memory_capacity_bytes
+            raise Unsupported(
+                f"memory_bytes is {change_bytes}, this node promises at most {most} in all",
+                remedy="Ask for less, or use a larger node.",
+            )
+        self.committed_bytes += change_bytes
+        if change_bytes < 0:
+            self.pump()
 
     def started(self) -> None:
         """One that was let in has been made, or has failed."""

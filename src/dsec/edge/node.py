@@ -330,6 +330,10 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
     def usage(self, sandbox_id: str) -> Usage:
         return self._live(sandbox_id).here().usage()
 
+    def promise(self, change_bytes: int) -> None:
+        """Memory for what is no sandbox: more, or less than before. Raises `Unsupported` for what can never fit."""
+        self._lives.gate.promise(change_bytes)
+
     def node(self) -> NodeInfo:
         gate, lives = self._lives.gate, self._lives
         return NodeInfo(

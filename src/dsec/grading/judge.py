@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import cast
@@ -58,15 +57,14 @@ class Judge:
     """The judge of one node."""
 
     def __init__(
-        self, runner: Runner, around: Callable[[str, str], Surroundings], *, places: int | None = None
+        self, runner: Runner, around: Callable[[str, str], Surroundings], *, slots: Slots | None = None
     ) -> None:
-        """`around`: what an environment is, by its name and the project; raises `EnvironmentNotFound`. `places`: how
-        many programs run at once (None: two for each CPU, so that one is prepared while another runs)."""
+        """`around`: what an environment is, by its name and the project; raises `EnvironmentNotFound`. `slots`: places
+        for programs, where others share them."""
         self._runner = runner
         self._around = around
-        self._slots = Slots(places or 2 * (os.cpu_count() or 1))
+        self._slots = slots or Slots()
         self._programs = Programs()
-        self._numbers = itertools.count()
 
     async def judge(self, project: str, spec: JudgeSpec) -> AsyncIterator[JudgeLine]:
         """A line a case as it ends, the verdict last. Closing it ends what still runs. Raises `EnvironmentNotFound`,
@@ -105,7 +103,7 @@ class Judge:
 
     def caller(self, project: str) -> Path:
         """A new submission of a project: what places are shared by."""
-        return (project, next(self._numbers))
+        return self._slots.caller(project)
 
     async def build(
         self,

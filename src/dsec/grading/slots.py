@@ -1,11 +1,16 @@
-"""Places for what runs, handed out fairly by `plan.turns`. Cancelling a wait gives the place to the next."""
+"""Places for what runs, handed out fairly by `plan.turns`. Cancelling a wait gives the place to the next.
+
+The judge and function calls of a node share one `Slots`: what bounds them is the node's CPUs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import os
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsec.plan.turns import Path, Turns
 
@@ -18,8 +23,16 @@ class _Ticket(NamedTuple):
 class Slots:
     """A fair semaphore."""
 
-    def __init__(self, places: int) -> None:
-        self._turns: Turns[_Ticket] = Turns(places)
+    def __init__(self, places: int | None = None, weights: Mapping[str, float] | None = None) -> None:
+        """`places`: how many run at once; None: two for each CPU, so that one is prepared while another runs. `weights`
+        of projects; others have 1."""
+        known: Mapping[Any, float] = weights or {}
+        self._turns: Turns[_Ticket] = Turns(places or 2 * (os.cpu_count() or 1), lambda name: known.get(name, 1.0))
+        self._numbers = itertools.count()
+
+    def caller(self, project: str) -> Path:
+        """A new batch, or submission, of a project's."""
+        return (project, next(self._numbers))
 
     @property
     def places(self) -> int:

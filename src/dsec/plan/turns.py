@@ -3,13 +3,13 @@
 Places go to the caller who holds the fewest, among equals to the one who has waited longest since its last one; so
 none gets more than its share by asking for more, and long work of one doesn't hold up short work of another. A caller
 is a path (project, submission): the rule holds at each level of it, so that a project doesn't gain by sending many
-submissions.
+submissions. Where all want more than there is, a project of weight 2 holds twice what one of weight 1 does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,12 +19,13 @@ Path = tuple[Hashable, ...]
 class _Level(Generic[T]):
     """One caller: what waits below it, and how many places are held there."""
 
-    __slots__ = ("below", "held", "last", "waiting")
+    __slots__ = ("below", "held", "last", "waiting", "weight")
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, weight: float = 1.0) -> None:
         self.below: dict[Hashable, _Level[T]] = {}
         self.waiting: deque[T] = deque()
         self.held = 0
+        self.weight = weight
         self.last = last
         """When a place was last given here, else just before it came: who comes back all the time gains nothing."""
 
@@ -39,18 +40,17 @@ class _Level(Generic[T]):
 class Turns(Generic[T]):
     """Tickets of callers that wait for a place."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, weight: Callable[[Hashable], float] = lambda _: 1.0) -> None:
+        """`weight`: of who is first in a path, more than 0; asked when it comes."""
         self.places = places
+        self._weight = weight
         self.held = 0
         self._given = 0
         self._top: _Level[T] = _Level(0)
 
     def wait(self, caller: Path, ticket: T) -> None:
         """Ask for a place."""
-        level = self._top
-        for name in caller:
-            level = level.below.setdefault(name, _Level(self._given - 1))
-        level.waiting.append(ticket)
+        self._made(caller)[-1].waiting.append(ticket)
 
     def forget(self, caller: Path, ticket: T) -> bool:
         """The ticket no longer waits; False: it didn't."""
@@ -72,7 +72,7 @@ class Turns(Generic[T]):
             ready = [each for each in level.below.values() if each.has_waiting()]
             if not ready:
                 return None
-            level = min(ready, key=lambda each: (each.held, each.last))
+            level = min(ready, key=lambda each: ((each.held + 1) / each.weight, each.last))
             levels.append(level)
         self._count(levels)
         return level.waiting.popleft()
@@ -81,11 +81,7 @@ class Turns(Generic[T]):
         """A place without a ticket, where one is free and nobody waits."""
         if self.held >= self.places or self._top.has_waiting():
             return False
-        level, levels = self._top, []
-        for name in caller:
-            level = level.below.setdefault(name, _Level(self._given - 1))
-            levels.append(level)
-        self._count(levels)
+        self._count(self._made(caller)[1:])
         return True
 
     def _count(self, levels: list[_Level[T]]) -> None:
@@ -102,6 +98,16 @@ class Turns(Generic[T]):
         for each in levels[1:]:
             each.held -= 1
         self._trim(caller, levels)
+
+    def _made(self, caller: Path) -> list[_Level[T]]:
+        levels = [self._top]
+        for name in caller:
+            level = levels[-1].below.get(name)
+            if level is None:
+                weight = self._weight(name) if len(levels) == 1 else 1.0
+                level = levels[-1].below[name] = _Level(self._given - 1, weight)
+            levels.append(level)
+        return levels
 
     def _levels(self, caller: Path) -> list[_Level[T]]:
         levels = [self._top]

@@ -27,9 +27,10 @@ _DISK_BYTES = 64 * MIB
 class ContainerJails:
     """As `backends.fncall.host.JailHost`."""
 
-    def __init__(self, backend: ContainerBackend, tenant: Callable[[str], int]) -> None:
-        """`tenant`: the number of a project."""
+    def __init__(self, backend: ContainerBackend, tenant: Callable[[str], int], promise: Callable[[int], None]) -> None:
+        """`tenant`: the number of a project. `promise`: see `JailHost`."""
         self._backend = backend
+        self.promise = promise
         self._tenant = tenant
         self._reservations: dict[str, str] = {}
 

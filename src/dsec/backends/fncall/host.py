@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dsec.kernel.cgroups import Shape, Slot
@@ -11,6 +11,12 @@ from dsec.kernel.cgroups import Shape, Slot
 
 class JailHost(Protocol):
     """Makes the jails of function environments."""
+
+    @property
+    def promise(self) -> Callable[[int], None]:
+        """Call it with the bytes of memory that calls may take more, or less, than before. It raises `Unsupported` for
+        what the node doesn't have."""
+        ...
 
     def native_part(self) -> int:
         """A descriptor of the warm parent's native part; the caller closes it. Blocks. Raises `Unsupported`."""

@@ -174,7 +174,7 @@ class FunctionJail:
         index = len(self._lanes)
         try:
             slot = self._host.take_slot(f"{self.name}l{index}", self._project, LANE_SHAPE)
-            lane = Lane(index, slot, LANE_SHAPE)
+            lane = Lane(index, slot, LANE_SHAPE, self._host.promise)
             groups = lane.groups()
         except OSError as error:
             raise CreateFailed(f"the host refused cgroups for a call: {error}", remedy="See `dsec doctor`.") from error

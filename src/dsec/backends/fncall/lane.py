@@ -18,10 +18,10 @@ _GROUP = "g"
 class Lane:
     """Owned by its jail; between `begin` and the next `begin` it holds one cell."""
 
-    __slots__ = ("_call", "_pipes", "index", "meter", "on_ended", "ready", "shape", "slot")
+    __slots__ = ("_call", "_pipes", "_promise", "_promised", "index", "meter", "on_ended", "ready", "shape", "slot")
 
-    def __init__(self, index: int, slot: Slot, shape: Shape) -> None:
-        """Raises OSError."""
+    def __init__(self, index: int, slot: Slot, shape: Shape, promise: Callable[[int], None]) -> None:
+        """`promise`: see `JailHost`. Raises OSError."""
         self.index = index
         self.slot = slot
         self.shape = shape
@@ -30,6 +30,8 @@ class Lane:
         """The cell's worker waits for its call."""
         self.on_ended: Callable[[int], None] | None = None
         """Told the worker's wait status; -1: nobody knows, the jail is gone."""
+        self._promise = promise
+        self._promised = 0
         self._call: socket.socket | None = None
         self._pipes: tuple[int, ...] = ()
 
@@ -66,6 +68,9 @@ class Lane:
         """Let go of the call. Idempotent."""
         self.ready = False
         self.on_ended = None
+        if self._promised:
+            self._promise(-self._promised)
+            self._promised = 0
         if self._call is not None:
             self._call.close()
             self._call = None
@@ -74,7 +79,10 @@ class Lane:
         self._pipes = ()
 
     def set_shape(self, shape: Shape) -> None:
-        """Other limits, while nothing but a waiting worker is inside. Raises OSError."""
+        """The limits of the call that comes now, while nothing but a waiting worker is inside. Raises OSError,
+        `Unsupported` (more memory than the node has)."""
+        self._promise(shape.memory_bytes)
+        self._promised = shape.memory_bytes
         if shape != self.shape:
             self.slot.reshape(shape)
             self.shape = shape

@@ -6,11 +6,14 @@ limits of output and answer; the answer's bytes are the worker's, so the caller 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import os
 import signal
 import socket
 import struct
+import termios
 import time
 from collections.abc import Sequence
 
@@ -202,22 +205,22 @@ class Run:
         wait = min(left, max(_LEAST_LOOK_S, cpu_left / max(1.0, self._limits.cpus)))
         self._timer = self._loop.call_later(wait, self._look)
 
-    def _drain(self, number: int, fd: int) -> bool:
-        """Read what is there, once; False: nothing more for now."""
+    def _drain(self, number: int, fd: int, most: int = _CHUNK) -> int:
+        """Read what is there, once; 0: nothing more for now, or too much."""
         try:
-            data = os.read(fd, _CHUNK)
+            data = os.read(fd, most)
         except OSError:
-            return False
+            return 0
         if not data:
             if self._watched:
                 self._loop.remove_reader(fd)
-            return False
+            return 0
         room, self._room = self._room, max(0, self._room - len(data))
         self._streams[number].extend(data[:room])
         if len(data) > room and not self._truncated:
             self._truncated = True
             self._finish(Ended(cause=Cause.OUTPUT_LIMIT))
-        return not self._truncated
+        return 0 if self._truncated else len(data)
 
     def _finish(self, ended: Ended) -> None:
         if self.done.done():
@@ -227,8 +230,9 @@ class Run:
         ended.cpu_s = self._lane.meter.cpu_s()
         ended.memory_bytes = self._lane.meter.memory_bytes()
         for number, fd in enumerate(self._lane.outputs):
-            while self._drain(number, fd):
-                pass
+            left = _waiting(fd)  # now: what goes on writing doesn't keep us here
+            while left > 0 and (size := self._drain(number, fd, min(left, _CHUNK))):
+                left -= size
         if self._truncated:
             ended.truncated = True
             if ended.cause is Cause.EXITED and not ended.exit_code and ended.answer is None:
@@ -236,3 +240,10 @@ class Run:
         if ended.cause in (Cause.COMMAND_TIMEOUT, Cause.OUTPUT_LIMIT, Cause.KILLED) and not ended.exit_code:
             ended.exit_code, ended.signal = 128 + signal.SIGKILL, signal.SIGKILL
         ended.stdout, ended.stderr = bytes(self._streams[0]), bytes(self._streams[1])
+
+
+def _waiting(fd: int) -> int:
+    """Bytes in a pipe."""
+    size = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, size)
+    return size[0]

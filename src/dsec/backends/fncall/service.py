@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import marshal
-import os
 import struct
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -71,19 +70,18 @@ _LEAST_WEIGHT = 1024
 class FunctionService:
     """Function calls of one node: `ports.FunctionHost`."""
 
-    def __init__(self, jails: Jails, *, places: int | None = None) -> None:
-        """`places`: how many calls run at once (None: two for each CPU)."""
+    def __init__(self, jails: Jails, *, slots: Slots | None = None) -> None:
+        """`slots`: places for calls, where others share them."""
         self._jails = jails
-        self._slots = Slots(places or 2 * (os.cpu_count() or 1))
+        self._slots = slots or Slots()
         self._runner = CellRunner(jails)
         self._programs = Programs()
         self._codes: OrderedDict[tuple[Key, str, str], bytes] = OrderedDict()
-        self._numbers = itertools.count()
 
     async def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
         """See `ports.FunctionHost`."""
         check(batch)
-        caller: Path = (project, next(self._numbers))
+        caller = self._slots.caller(project)
         one = await self._prepared(caller, project, batch.function, len(batch.calls))
         results: asyncio.Queue[FunctionResult | DsecError] = asyncio.Queue()
         untold = _Untold()
@@ -134,7 +132,7 @@ class FunctionService:
         if spec.source and not code:
             return None
         payload = _payload(_base(spec, code), spec, batch.calls[0])
-        caller: Path = (project, next(self._numbers))
+        caller = self._slots.caller(project)
 
         def done(future: asyncio.Future[Ended]) -> None:
             error = future.exception()
