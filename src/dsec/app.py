@@ -254,7 +254,7 @@ async def open_edge(
             backends,
             state,
             clock=clock,
-            config=edge_config,
+            config=edge_config or EdgeConfig(lasting_records=config.lasting_records),
             capacity=HostCapacity(host.volume.root),
             egress=Egress(
                 definitions=network.definitions,
@@ -376,7 +376,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
     """The edge of this node and its HTTP, not yet on a socket. Raises as `open_edge` and `open_layers`."""
     e2b, fusion = read_e2b(config), read_fusion(config)
     environments = open_environments(config)
-    await asyncio.to_thread(environments.ensure_default, _build_default)
+    await asyncio.to_thread(environments.ensure_default, build_default)
     hosts: list[Host] = []
     jails: list[Jails] = []
     async with (
@@ -422,7 +422,8 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
             await builds.close()
 
 
-def _build_default(layers: LayerStore) -> str:
+def build_default(layers: LayerStore) -> str:
+    """Make the layer of the environment `debian`; its digest. Blocks for half a minute."""
     log.info("building the environment 'debian'; this happens once")
     return build_debian_layer(layers, progress=lambda line: log.info("debian: %s", line)).digest
 

@@ -5,6 +5,7 @@ By argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (de
 64), `DSEC_REGISTRY` (of images that don't name one), `DSEC_REGISTRIES` (which callers may name; default `*`: any at a
 public address), `DSEC_DOCKER_LOGIN` (projects for which the server uses its own Docker login; default none),
 `DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap),
+`DSEC_LASTING_RECORDS` (1: records of sandboxes and keys survive the machine's death, and wait for the disk; default 0),
 `DSEC_VM_ACCEL` (`kvm` or `tcg`; default: kvm where it is fit), `DSEC_VM_SPARE` (of machines: how many to have ready),
 `DSEC_VMM` (of microVMs: `qemu`, `firecracker`, or `firecracker+uffd`, whose memory our own handler serves page by page;
 default: Firecracker where its program, a fit KVM and a built kernel are there).
@@ -52,6 +53,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """Virtual machines to have ready of a kind that is in use."""
     weights: dict[str, float] = {}
     """Of projects, where function calls and the judge have no room for all; others have 1."""
+    lasting_records: bool = False
+    """Records survive the machine's death, at the price of waiting for the disk."""
     zram_bytes: int | None = None
     """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
 
@@ -95,6 +98,9 @@ def read_config(state: Path | None = None) -> Config:
         if not project or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", weight) or not float(weight):
             raise InvalidRequest(f"DSEC_WEIGHTS has {word!r}", remedy="It is PROJECT=NUMBER each, the number above 0.")
         weights[project] = float(weight)
+    lasting = os.environ.get("DSEC_LASTING_RECORDS", "0")
+    if lasting not in ("0", "1"):
+        raise InvalidRequest(f"DSEC_LASTING_RECORDS is {lasting!r}", remedy="It is 0, 1, or not set.")
     return Config(
         state=state,
         run=run,
@@ -106,6 +112,7 @@ def read_config(state: Path | None = None) -> Config:
         vm_monitor=monitor,
         vm_spare=int(spare),
         weights=weights,
+        lasting_records=lasting == "1",
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )
 

@@ -29,6 +29,10 @@ from dsec.sdk._config import DEFAULT_PORT
     show_default=True,
     help="keep: sandboxes go on for the next server. destroy: they end, and nothing of them is left.",
 )
+@click.option("--in-vm", is_flag=True, help="Run containers and function calls in one virtual machine.")
+@click.option("--vm-cpus", type=click.IntRange(1, 64), default=2, show_default=True, help="Of that machine.")
+@click.option("--vm-memory-mib", type=click.IntRange(512), default=4096, show_default=True, help="Of that machine.")
+@click.option("--vm-state-gib", type=click.IntRange(1), default=64, show_default=True, help="What it may keep on disk.")
 @click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
@@ -39,18 +43,40 @@ from dsec.sdk._config import DEFAULT_PORT
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-def serve(  # noqa: PLR0917 (click passes by name)
-    host: str, port: int, state: Path | None, on_exit: str, log_format: Literal["human", "json"], log_level: str
+def serve(
+    *,
+    host: str,
+    port: int,
+    state: Path | None,
+    on_exit: str,
+    in_vm: bool,
+    vm_cpus: int,
+    vm_memory_mib: int,
+    vm_state_gib: int,
+    log_format: Literal["human", "json"],
+    log_level: str,
 ) -> int:
     """Run a one-node server in the foreground; SIGTERM or Ctrl-C stops it.
 
-    It writes client.json (its URL and an API key, mode 0600) into its state directory: there the client and this
-    command find it.
+    With --in-vm a kernel that an agent crashes is the machine's, which is booted again; its sandboxes end with it, and
+    when the server stops. It writes client.json (its URL and an API key, mode 0600) into its state directory: there
+    the client and this command find it.
     """
     try:
-        from dsec import app
+        from dsec import app, app_shield
     except ImportError as error:
         raise _needs_server(error) from error
+    if in_vm:
+        return app_shield.serve_in_vm(
+            host=host,
+            port=port,
+            vcpus=vm_cpus,
+            memory_bytes=vm_memory_mib << 20,
+            state_bytes=vm_state_gib << 30,
+            state=state,
+            log_format=log_format,
+            log_level=log_level,
+        )
     return app.serve(host=host, port=port, state=state, on_exit=on_exit, log_format=log_format, log_level=log_level)
 
 

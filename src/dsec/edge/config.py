@@ -46,6 +46,8 @@ class EdgeConfig(Struct, frozen=True, kw_only=True):
     in its trajectory."""
     keep_ended_s: float = 86400.0
     """Records, events and trajectories of ended sandboxes are kept for so long."""
+    lasting_records: bool = False
+    """They survive the machine, at the price of waiting for the disk."""
     trajectory_output_bytes: int = 1 << 20
     """Of one stream of a command, or of one file that is written, that a trajectory keeps; of the rest it has size and
     digest."""

@@ -165,7 +165,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
             state = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir, edge=edge_number)
             undo.callback(state.close)
             config = config or EdgeConfig()
-            journal = Journal(state.path / "edge.db", keep_s=config.keep_ended_s)
+            journal = Journal(state.path / "edge.db", keep_s=config.keep_ended_s, lasting=config.lasting_records)
             undo.push_async_callback(journal.close)
             clock = clock or SystemClock()
             events = Events(EventStore(state.path / "events.db"), clock)

@@ -4,7 +4,8 @@ Owns the schema. Invariants:
 
 - A record is durable before what it names exists, and goes to `ended` only when nothing of it is left; after a crash
   the records say what to look for. Durable means: survives the death of every process. The write-ahead log is synced
-  at checkpoints only (synchronous = NORMAL), for when the machine itself dies, its sandboxes die too.
+  at checkpoints only (synchronous = NORMAL), for when the machine itself dies, its sandboxes die too; with `lasting`
+  at each write (FULL), for a machine that is expected to die (a shield's) and whose callers ask what became of them.
 - Among sandboxes that have not ended, (project, run, name) is unique.
 - Tokens and API keys are on disk as SHA-256 only.
 - Ended records are kept for `keep_s` and at most `keep_count` of them; idempotency keys as long as any of their
@@ -137,13 +138,17 @@ _encode = msgspec.json.Encoder().encode
 class Journal:
     """The records of one edge. Writes are awaited where durability matters; reads see what is durable."""
 
-    def __init__(self, path: Path, *, keep_s: float = 86400.0, keep_count: int = 100_000) -> None:
+    def __init__(
+        self, path: Path, *, keep_s: float = 86400.0, keep_count: int = 100_000, lasting: bool = False
+    ) -> None:
         """Open or make the database. Call within the event loop. Raises `Internal` where it is damaged or of a newer
         schema."""
         self._keep_s = keep_s
         self._keep_count = keep_count
         self._path = path
         connection = _open(path)
+        if lasting:
+            connection.execute("pragma synchronous = full")
         self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._reader.execute("pragma query_only = 1")
         self._writer = Writer(connection, _UPSERT, _values, self._checkpoint)

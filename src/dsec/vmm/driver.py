@@ -31,6 +31,15 @@ class LayerDisks(Struct, frozen=True):
     data: int | None
 
 
+class ExtraDisk(Struct, frozen=True):
+    """A disk that the guest leaves to those who know its serial number."""
+
+    serial: str
+    """At most 20 characters."""
+    fd: int
+    read_only: bool
+
+
 class Start(Struct, frozen=True, kw_only=True):
     """One VMM to start. Numbers are descriptors of this process; the driver says which numbers they get there."""
 
@@ -46,6 +55,7 @@ class Start(Struct, frozen=True, kw_only=True):
     """A file as large as the machine's memory."""
     disk: int
     layers: tuple[LayerDisks, ...]
+    extra: tuple[ExtraDisk, ...] = ()
     kernel: int | None = None
     """Boot this: what is written to memory goes to the file. None: be a clone of `state`, and wait; memory is shared
     with the file until it is written to, and the file stays as it is."""

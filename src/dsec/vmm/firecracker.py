@@ -143,6 +143,9 @@ class FirecrackerDriver:
                 if fd is not None:
                     fds.append(fd)
                     drives.append(_drive(serial, 2 + len(fds), read_only=True))
+        for extra in start.extra:
+            fds.append(extra.fd)
+            drives.append(_drive(extra.serial, 2 + len(fds), read_only=extra.read_only))
         boot: list[tuple[str, dict[str, Any]]] = []
         load: dict[str, Any] | None = None
         if start.kernel is not None:

@@ -159,6 +159,7 @@ class QemuDriver:
             disks.append((f"m{number}", layer.image, True))
             if layer.data is not None:
                 disks.append((f"d{number}", layer.data, True))
+        disks += ((extra.serial, extra.fd, extra.read_only) for extra in start.extra)
         for number, (serial, fd, read_only) in enumerate(disks):
             mode = "on" if read_only else "off"
             line.add("-add-fd", f"fd={line.take(fd)},set={number}")

@@ -205,7 +205,7 @@ class Templates:
         begun = time.monotonic()
         try:
             with contextlib.ExitStack() as stack:
-                image, first = (stack.enter_context(_closing(fd)) for fd in self._boot_files(kernel))
+                image, first = (stack.enter_context(closing(fd)) for fd in self.boot_files(kernel))
                 machine = await machines.start(
                     name,
                     reservation,
@@ -235,7 +235,7 @@ class Templates:
 
     async def _wait_and_save(self, machine: Machine, state: int, hot: Sequence[str], begun: float) -> float:
         ended = asyncio.ensure_future(machine.control.ended())
-        ready = asyncio.ensure_future(_first_word(machine))
+        ready = asyncio.ensure_future(first_word(machine))
         try:
             async with asyncio.timeout(BOOT_S):
                 await asyncio.wait(
@@ -267,7 +267,8 @@ class Templates:
                 found += (f"/{path}" for path in self._layers.meta(digest).hot if path != "/")
         return found
 
-    def _boot_files(self, kernel: Kernel) -> tuple[int, int]:
+    def boot_files(self, kernel: Kernel) -> tuple[int, int]:
+        """Descriptors of a kernel and the first file system with our guest; the caller's."""
         directory = self._kernels.path(kernel)
         modules = {name: (directory / "modules" / name).read_bytes() for name in kernel.modules}
         first = os.memfd_create("initramfs", os.MFD_CLOEXEC)
@@ -342,7 +343,7 @@ class Templates:
         return True
 
 
-async def _first_word(machine: Machine) -> socket.socket:
+async def first_word(machine: Machine) -> socket.socket:
     """Connected, and the guest has said READY. As `wait_ready`."""
     sock = await machine.port()
     try:
@@ -361,7 +362,7 @@ def _has(disk: Path, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
+def closing(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:

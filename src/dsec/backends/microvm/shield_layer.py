@@ -1,0 +1,90 @@
+"""The layer that a shield's machine has over Debian: this very server, with the packages that it has loaded and the
+compiled programs, below /opt/dsec. Debian's own Python runs it, which has to be of the same version as ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import dsec
+from dsec.errors import Unsupported
+from dsec.store.build import build_directory_layer
+from dsec.store.layers import LayerStore
+
+AT = "/opt/dsec"
+LIBRARY = f"{AT}/lib"
+_KIND = "shield"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SKIPPED = shutil.ignore_patterns("*.pyc", "tests", "_native")
+
+
+def shield_layer(layers: LayerStore, native: Path, sources: Path) -> str:
+    """Its digest; made where this version isn't there yet (some seconds). `native`: the compiled programs; `sources`:
+    those of C, which tell the programs' version. Raises `Unsupported` where Debian's Python is another."""
+    packages = _packages()
+    version = hashlib.sha256(repr(sorted(packages)).encode() + native.name.encode())
+    own = Path(dsec.__file__).parent
+    for path in sorted(own.rglob("*.py")):
+        version.update(path.read_bytes())
+    description = f"{_KIND} {version.hexdigest()[:32]}"
+    for meta in layers.all():
+        if meta.description == description:
+            return meta.digest
+    with layers.scratch() as scratch:
+        top = Path(scratch) / "top"
+        library = top / "lib"
+        library.mkdir(parents=True)
+        for path in packages:
+            _copy(path, library / path.name)
+        _copy(own, library / "dsec")
+        shutil.copytree(sources / "common", library / "dsec/_native/common")
+        shutil.copytree(native, library / "dsec/_native/bin")
+        command = [sys.executable, "-m", "compileall", "-q", "-j1", "--invalidation-mode", "unchecked-hash"]
+        subprocess.run([*command, "-s", str(top), "-p", AT, str(library)], check=False)
+        return build_directory_layer(layers, top, at=AT, description=description).digest
+
+
+def check_python(version: str) -> None:
+    """`version`: as `python3 --version` says inside. Raises `Unsupported` where what we have loaded can't run there."""
+    ours = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if f" {ours}." not in f" {version.strip()}":
+        raise Unsupported(
+            f"the machine's Debian has {version.strip()}, and this server runs on Python {ours}",
+            remedy=f"Run the server with that Python, or build the environment `debian` of a Debian that has {ours}.",
+        )
+
+
+def _packages() -> list[Path]:
+    """What this process has loaded from outside of the standard library, and all that this needs: the top of everything
+    that their distributions have installed."""
+    known = importlib.metadata.packages_distributions()
+    loaded = {module.partition(".")[0] for module in list(sys.modules)}
+    waiting = {name for module in loaded for name in known.get(module, ()) if name != "dsec"}
+    seen: set[str] = set()
+    found: set[Path] = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another system
+            continue
+        for file in distribution.files or ():
+            if file.parts[0] not in ("..", "__pycache__"):
+                found.add(Path(str(distribution.locate_file(file.parts[0]))))
+        needed = (line for line in distribution.requires or () if "extra ==" not in line)
+        waiting |= {match[0] for line in needed if (match := _NAME.match(line))} - seen
+    return sorted(found)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=_SKIPPED, symlinks=True)
+    else:
+        shutil.copy2(source, target)
