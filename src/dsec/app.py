@@ -66,9 +66,11 @@ from dsec.store.environments import DEFAULT, EnvironmentStore
 from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerMounts, LayerStore
 from dsec.store.lazy.cache import LazyCache
-from dsec.store.lazy.filler import Filler, serve_filler
+from dsec.store.lazy.copier import Copier
+from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.fuse import FuseFiles
 from dsec.store.lazy.questions import Events, Questions
+from dsec.store.lazy.running import serve_filler
 from dsec.store.lazy.service import DEADLINE_S, LazyLayers
 from dsec.store.leases import Leases
 from dsec.store.remote import RemoteCatalog
@@ -181,9 +183,9 @@ def _make_swap(config: Config, ledger: Ledger) -> None:
         log.warning("paused sandboxes keep their memory, as the host has no swap: %s", error)
 
 
-def run_filler(state: Path, *, fuse: bool) -> int:
+def run_filler(state: Path, *, fuse: bool, copier: Path | None) -> int:
     """Fill lazy layers until the holder ends or SIGTERM comes: the process that the server starts beside itself.
-    `fuse`: there is no holder, it makes the file system that reads come from."""
+    `fuse`: there is no holder, it makes the file system that reads come from. `copier`: the compiled program."""
     configure("human", "info")
     config = read_config(state)
 
@@ -191,13 +193,15 @@ def run_filler(state: Path, *, fuse: bool) -> int:
         store = open_store(config.store)
         try:
             cache = LazyCache(config.state / CACHE)
+            clock = SystemClock()
             questions: Questions
             if fuse:
                 questions = FuseFiles(config.run / "lazy", deadline_s=DEADLINE_S)
             else:
                 questions = Events(config.run / "holder.sock")
-            filler = Filler(cache, store, questions, SystemClock(), most_bytes=config.cache_bytes)
-            await serve_filler(filler, config.run / "fill.sock")
+            helper = Copier(copier, None if fuse else config.run / "holder.sock", clock) if copier else None
+            filler = Filler(cache, store, questions, clock, most_bytes=config.cache_bytes, copier=helper)
+            await serve_filler(filler, config.run / "fill.sock", clock, helper)
         finally:
             await store.close()
 

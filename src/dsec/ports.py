@@ -447,6 +447,10 @@ class BlobStore(Protocol):
         """A range, fewer bytes only where the object ends there. Raises `NotFound`."""
         ...
 
+    def file(self, key: str) -> Path | None:
+        """The file that is the object, for who reads it by itself; it may be missing. None: only `get` has it."""
+        ...
+
     async def size(self, key: str) -> int | None:
         """Its size, or None where it doesn't exist."""
         ...

@@ -1,5 +1,5 @@
 """A lazy layer without a server: made by mkfs.erofs with its data apart, served by a holder and a filler of the test's
-own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S MOST_BYTES IDLE_S fuse|events`."""
+own. Run as a program, this is the filler: `lazy_kit.py ROOT DELAY_S MOST_BYTES IDLE_S fuse|events COPIER`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ from dsec.store.format import (
 )
 from dsec.store.lazy import filler, holder
 from dsec.store.lazy.cache import LazyCache
+from dsec.store.lazy.copier import Copier
 from dsec.store.lazy.fuse import FuseFiles
 from dsec.store.lazy.questions import Events
+from dsec.store.lazy.running import serve_filler
 
 CHUNK = 65536
 BALLAST = "ballast"
@@ -54,11 +56,18 @@ class SlowDirectory(DirectoryStore):
         super().__init__(root)
         self.delay_s = delay_s
 
-    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+    def file(self, key: str) -> Path | None:
+        faulty = self.delay_s or (self.root / "gone").exists() or (self.root / "wrong").exists()
+        return None if faulty else super().file(key)
+
+    async def _enter(self) -> None:
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if await self.size("gone") is not None:
             raise Unavailable("the store is gone")
+
+    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        await self._enter()
         data = await super().get(key, offset, size)
         if key.startswith("packs/") and await self.size("wrong") is not None:
             return bytes([data[0] ^ 1]) + data[1:]
@@ -155,7 +164,9 @@ class Node:
         self.start_filler()
 
     def start_filler(self) -> None:
-        self.filler = subprocess.Popen([sys.executable, __file__, str(self.root), *self.options])
+        self.filler = subprocess.Popen(
+            [sys.executable, __file__, str(self.root), *self.options, str(self.program.with_name("copier"))]
+        )
         until = time.monotonic() + 30
         while not self._listens():
             assert self.filler.poll() is None, "the filler ended"
@@ -177,6 +188,12 @@ class Node:
         self.filler.send_signal(signal.SIGTERM)
         self.filler.wait(30)
         self.control_path.unlink(missing_ok=True)
+
+    def copiers(self) -> list[int]:
+        """The filler's children."""
+        assert self.filler is not None
+        tasks = Path(f"/proc/{self.filler.pid}/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
     def keep(self) -> None:
         """Hold what lets a successor of the holder take over."""
@@ -275,19 +292,22 @@ def node(root: Path, **options: float) -> Iterator[Node]:
         made.close()
 
 
-async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float, *, fuse: bool) -> None:
+async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float, *, fuse: bool, copier: Path) -> None:
+    clock = SystemClock()
+    helper = Copier(copier, None if fuse else root / "holder.sock", clock)
     made = filler.Filler(
         LazyCache(root / "cache"),
         SlowDirectory(root / "store", delay_s),
         FuseFiles(root / "marked", deadline_s=5.0) if fuse else Events(root / "holder.sock"),
-        SystemClock(),
+        clock,
         most_bytes=most_bytes,
         idle_s=idle_s,
         keep_every_s=min(20.0, idle_s / 2),
+        copier=helper,
     )
-    await filler.serve_filler(made, root / "fill.sock")
+    await serve_filler(made, root / "fill.sock", clock, helper)
 
 
 if __name__ == "__main__":
-    top, delay, most, idle, way = sys.argv[1:]
-    asyncio.run(_main(Path(top), float(delay), int(most), float(idle), fuse=way == "fuse"))
+    top, delay, most, idle, way, program = sys.argv[1:]
+    asyncio.run(_main(Path(top), float(delay), int(most), float(idle), fuse=way == "fuse", copier=Path(program)))

@@ -75,6 +75,14 @@ def gone(pid: int) -> bool:
     return False
 
 
+def stop(pid: int) -> None:
+    """All of its threads stand still on return."""
+    os.kill(pid, signal.SIGSTOP)
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 

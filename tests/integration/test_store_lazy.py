@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import native_guest
 import pytest
 from lazy_kit import Node, make_tree, node, publish
 
@@ -88,6 +91,68 @@ def test_the_filler_is_killed_under_fifty_readers(root: Path) -> None:
         assert not any(reader.is_alive() for reader in readers)
         assert wrong == []
         assert made.call("status")["ok"]["holder"]["failed"] == 0  # type: ignore[index]
+
+
+def test_the_copier_is_killed_under_fifty_readers(root: Path) -> None:
+    """It is stopped first, so that there are reads which it was to answer."""
+    with node(root) as made:
+        layer, digests = published(made)
+        top = made.mount(layer)
+        stopped = made.copiers()
+        assert stopped
+        for pid in stopped:
+            native_guest.stop(pid)
+        with ThreadPoolExecutor(50) as pool:
+            results = [(name, pool.submit(digest, top / name)) for name in [*digests, *digests, *digests][:50]]
+            while not made.waiting():
+                time.sleep(0.01)
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+            assert [name for name, result in results if result.result(60) != digests[name]] == []
+        assert made.call("status")["ok"]["holder"]["failed"] == 0  # type: ignore[index]
+
+
+def test_the_filler_is_killed_and_its_copier_is_late(root: Path) -> None:
+    """What it had been told to write it writes beside the next filler; then it ends."""
+    with node(root) as made:
+        layer, digests = published(made)
+        top = made.mount(layer)
+        late = made.copiers()
+        for pid in late:
+            native_guest.stop(pid)
+        with ThreadPoolExecutor(20) as pool:
+            results = [(name, pool.submit(digest, top / name)) for name in [*digests][:20]]
+            while not made.waiting():
+                time.sleep(0.01)
+            made.kill_filler()
+            made.start_filler()
+            for pid in late:
+                os.kill(pid, signal.SIGCONT)
+            assert [name for name, result in results if result.result(60) != digests[name]] == []
+        made.forget_pages(top)
+        assert {name: digest(top / name) for name in digests} == digests
+        assert all(native_guest.gone(pid) for pid in late)
+
+
+@pytest.mark.parametrize("trouble", ["changed", "shorter", "gone"])
+def test_an_object_that_is_not_what_it_was(root: Path, trouble: str) -> None:
+    with node(root) as made:
+        layer, digests = published(made)
+        top = made.mount(layer)
+        (pack,) = (made.store / "packs").iterdir()
+        content = pack.read_bytes()
+        match trouble:
+            case "changed":
+                pack.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+            case "shorter":
+                pack.write_bytes(content[:1000])
+            case _:
+                pack.unlink()
+        with pytest.raises(OSError, match="Input/output error"):
+            digest(top / "f0")
+        assert filled(made, layer) == 0 or trouble == "changed"  # its other chunks are right
+        pack.write_bytes(content)
+        assert {name: digest(top / name) for name in digests} == digests
 
 
 def test_the_holder_is_killed_and_its_successor_answers(root: Path) -> None:

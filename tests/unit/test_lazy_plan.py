@@ -86,8 +86,9 @@ def made(root: Path, sizes: list[int]) -> CachedLayer:
     )
     places = pack_places(Place("0" * 64, at) for at in offsets(sizes)[:-1])
     cache = LazyCache(root / "cache")
+    (cache.make(manifest.digest) / "meta.erofs").write_bytes(image)
     cached = cache.begin(manifest.digest, manifest.encode(), msgspec.json.encode(places))
-    cache.finish(cached, [image])
+    cache.finish(cached)
     cached.close()
     return CachedLayer(cache.path(manifest.digest), manifest.digest)
 

@@ -1,36 +1,81 @@
 """The filler of a benchmark's node: the product's own, but its store is as far away as a real one.
 
-`python -m dsec.bench.lazy_filler CACHE STORE RUN LATENCY_S BYTES_PER_S`
+`python -m dsec.bench.lazy_filler CACHE STORE RUN LATENCY_S BYTES_PER_S [--copier PROGRAM]`
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from dsec.edge.config import SystemClock
+from dsec.ports import Clock
 from dsec.store.blobs import DirectoryStore
+from dsec.store.format import Chunk
 from dsec.store.lazy.cache import LazyCache
-from dsec.store.lazy.filler import Filler, serve_filler
+from dsec.store.lazy.copier import Copier, CopierGone, Done
+from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.questions import Events
+from dsec.store.lazy.running import serve_filler
 from dsec.testing.blobs import FaultyStore
 
 
-def far_store(root: Path, latency_s: float, bytes_per_s: float) -> FaultyStore:
+class FarDirectory(FaultyStore):
     """A directory as a remote store: each call takes so long, each read goes at that rate."""
-    store = FaultyStore(DirectoryStore(root))
-    store.latency_s, store.bytes_per_s = latency_s, bytes_per_s
-    return store
+
+    def __init__(self, root: Path, latency_s: float, bytes_per_s: float) -> None:
+        super().__init__(DirectoryStore(root))
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+
+    def file(self, key: str) -> Path | None:
+        """`FarCopier` is as late as we are."""
+        return self.inner.file(key)
 
 
-async def fill(cache: Path, run: Path, store: FaultyStore) -> None:
+class FarCopier(Copier):
+    """The product's, whose reads of a job's source take as long as one of a far store's."""
+
+    def __init__(self, program: Path, holder: Path, clock: Clock, latency_s: float, bytes_per_s: float) -> None:
+        super().__init__(program, holder, clock)
+        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+
+    def copy(
+        self, source: Path, offset: int, chunks: Sequence[Chunk], target: int, done: Done, *, nice: int, token: int = 0
+    ) -> None:
+        seconds = self._latency_s
+        if self._bytes_per_s:
+            seconds += sum(chunk.size for chunk in chunks) / self._bytes_per_s
+        if not seconds:
+            super().copy(source, offset, chunks, target, done, nice=nice, token=token)
+            return
+        ours = os.dup(target)
+
+        def arrived() -> None:
+            try:
+                super(FarCopier, self).copy(source, offset, chunks, ours, done, nice=nice, token=token)
+            except CopierGone as error:
+                done(False, error)
+            finally:
+                os.close(ours)
+
+        asyncio.get_running_loop().call_later(seconds, arrived)
+
+
+async def fill(cache: Path, run: Path, store: Path, distance: Sequence[float], program: Path | None) -> None:
     """Serve until the holder ends."""
-    filler = Filler(LazyCache(cache), store, Events(run / "holder.sock"), SystemClock(), most_bytes=1 << 40)
-    await serve_filler(filler, run / "fill.sock")
+    clock, socket = SystemClock(), run / "holder.sock"
+    copier = FarCopier(program, socket, clock, *distance) if program else None
+    far = FarDirectory(store, *distance)
+    filler = Filler(LazyCache(cache), far, Events(socket), clock, most_bytes=1 << 40, copier=copier)
+    await serve_filler(filler, run / "fill.sock", clock, copier)
 
 
 if __name__ == "__main__":
     cache, store, run = map(Path, sys.argv[1:4])
-    uvloop.run(fill(cache, run, far_store(store, *map(float, sys.argv[4:6]))))
+    program = Path(sys.argv[7]) if sys.argv[6:7] == ["--copier"] else None
+    uvloop.run(fill(cache, run, store, [*map(float, sys.argv[4:6])], program))

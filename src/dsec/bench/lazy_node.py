@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dsec.bench.lazy_filler import far_store
+from dsec.bench.lazy_filler import FarDirectory
 from dsec.edge.config import SystemClock
 from dsec.errors import DsecError
 from dsec.kernel import mounts, syscalls
@@ -75,7 +75,7 @@ class Place:
 
     def shared(self, layers: LayerStore, distance: Distance) -> SharedLayers:
         """The store as a node sees it that is so far away. Close its `store`."""
-        store = far_store(self.store, distance.latency_s, distance.bytes_per_s)
+        store = FarDirectory(self.store, distance.latency_s, distance.bytes_per_s)
         index = ChunkIndex(self.fresh("index") / "chunks.db", str(self.store))
         return SharedLayers(store, layers, index, Leases(store, SystemClock(), "bench"))
 

@@ -83,11 +83,12 @@ def serve(
 @click.command("filler", hidden=True)
 @click.option("--state", type=click.Path(path_type=Path), required=True)
 @click.option("--fuse", is_flag=True)
-def filler(state: Path, fuse: bool) -> int:
+@click.option("--copier", type=click.Path(path_type=Path))
+def filler(state: Path, fuse: bool, copier: Path | None) -> int:
     """Fill layers on demand: started by `dsec serve` beside itself."""
     from dsec import app
 
-    return app.run_filler(state, fuse=fuse)
+    return app.run_filler(state, fuse=fuse, copier=copier)
 
 
 @click.command("doctor")

@@ -85,6 +85,9 @@ class DirectoryStore:
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         return await self._run(partial(self._get, _checked(key), offset, size))
 
+    def file(self, key: str) -> Path | None:
+        return self.root / _checked(key)
+
     async def size(self, key: str) -> int | None:
         def look() -> int | None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -249,6 +252,9 @@ class BucketStore:
             if whole <= offset:
                 return b""
             return bytes(await obstore.get_range_async(self._store, key, start=offset, end=whole))
+
+    def file(self, key: str) -> Path | None:
+        return None
 
     async def size(self, key: str) -> int | None:
         try:

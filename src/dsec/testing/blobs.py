@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -42,18 +43,25 @@ class FaultyStore:
         return await self.inner.put_if_absent(key, data)
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        await self._enter()
+        self._count()
+        began = time.monotonic()
         data = await self.inner.get(key, offset, size)
         self.gets += 1
         self.bytes_read += len(data)
-        if self.bytes_per_s:
-            await asyncio.sleep(len(data) / self.bytes_per_s)
+        seconds = self.latency_s + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
+        if seconds:  # all of it at once: each sleep may be a millisecond late
+            await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
         if key in self.truncate:
             data = data[:-1]
         if key in self.corrupt and data:
             at = self._chance.randrange(len(data))
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
+
+    def file(self, key: str) -> Path | None:
+        """Where nothing is set that such a reader would escape."""
+        faulty = self.latency_s or self.bytes_per_s or self.fail_share or self.gone
+        return None if faulty or key in self.truncate or key in self.corrupt else self.inner.file(key)
 
     async def size(self, key: str) -> int | None:
         await self._enter()
@@ -72,8 +80,11 @@ class FaultyStore:
         await self.inner.close()
 
     async def _enter(self) -> None:
-        self.calls += 1
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
+        self._count()
+
+    def _count(self) -> None:
+        self.calls += 1
         if self.gone or self._chance.random() < self.fail_share:
             raise Unavailable("the store failed, as the test asked")

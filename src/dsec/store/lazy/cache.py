@@ -30,7 +30,7 @@ from pathlib import Path
 from dsec.errors import LayerCorrupt
 from dsec.kernel.files import replace_file
 from dsec.kernel.syscalls import punch_hole
-from dsec.store.format import BLOCK, Chunk, decode_manifest, decode_placement, is_layer
+from dsec.store.format import BLOCK, Chunk, Manifest, Placement, decode_manifest, decode_placement, is_layer
 
 _SYNCED_HEAD = 36
 """The boot's id, before the bits."""
@@ -44,13 +44,16 @@ def boot_id() -> bytes:
 class CachedLayer:
     """A layer's directory, opened. Close it."""
 
-    def __init__(self, root: Path, layer: str) -> None:
-        """Raises FileNotFoundError where it isn't there, `LayerCorrupt` where it is damaged."""
+    def __init__(
+        self, root: Path, layer: str, manifest: Manifest | None = None, placement: Placement | None = None
+    ) -> None:
+        """`manifest`, `placement`: what its files say, where that is known already. Raises FileNotFoundError where it
+        isn't there, `LayerCorrupt` where it is damaged."""
         self.layer = layer
         self.root = root
-        self.manifest = decode_manifest((root / "manifest.json").read_bytes(), layer)
+        self.manifest = manifest or decode_manifest((root / "manifest.json").read_bytes(), layer)
         self.chunks = self.manifest.chunk_list()
-        self.places = decode_placement((root / "placement.json").read_bytes(), layer).place_list()
+        self.places = (placement or decode_placement((root / "placement.json").read_bytes(), layer)).place_list()
         if len(self.places) != len(self.chunks):
             raise LayerCorrupt(f"the placement of layer {layer} is of another one", layer=layer)
         self.offsets = [*(chunk.offset for chunk in self.chunks), self.manifest.data_bytes]
@@ -59,11 +62,12 @@ class CachedLayer:
         self._bits = mmap.mmap(self.bitmap, 0)
         self._go_back()
         self.have = bytearray(len(self.chunks))
+        self.filled_bytes = 0
+        """How much of the data is here."""
         if any(bytes(self._bits)):
             self.have[:] = bytes(self._is_filled(chunk) for chunk in self.chunks)
+            self.filled_bytes = sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
         self.missing = self.have.count(0)
-        self.filled_bytes = sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
-        """How much of the data is here."""
         self.dirty = False
         """Filled something since the last `sync`."""
         self._syncing = threading.Lock()
@@ -159,8 +163,14 @@ class CachedLayer:
         return all(self._bits[b >> 3] >> (b & 7) & 1 for b in _blocks(chunk))
 
     def _set(self, chunk: Chunk) -> None:
-        bits = self._bits
-        for block in _blocks(chunk):
+        bits, blocks = self._bits, _blocks(chunk)
+        first, last = -(-blocks.start // 8), blocks.stop // 8  # whole bytes between
+        if first < last:
+            bits[first:last] = b"\xff" * (last - first)
+            blocks_left: Iterable[int] = (*range(blocks.start, first * 8), *range(last * 8, blocks.stop))
+        else:
+            blocks_left = blocks
+        for block in blocks_left:
             bits[block >> 3] |= 1 << (block & 7)
 
 
@@ -173,9 +183,10 @@ class LazyCache:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._scratch = root / "tmp"
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(parents=True)
+        self.scratch = root / "tmp"
+        """Emptied here."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
 
     def layers(self) -> Iterator[str]:
         """Those that have a directory."""
@@ -184,32 +195,35 @@ class LazyCache:
     def path(self, layer: str) -> Path:
         return self.root / layer
 
-    def begin(self, layer: str, manifest: bytes, placement: bytes) -> CachedLayer:
-        """Make a layer's directory, empty of data and without metadata: nobody sees it before `finish`. Raises
-        `LayerCorrupt`."""
-        size = decode_manifest(manifest, layer).data_bytes
-        scratch = self._scratch / layer
-        shutil.rmtree(scratch, ignore_errors=True)
+    def make(self, layer: str) -> Path:
+        """A directory in which `begin` can begin a layer; what was in it is gone."""
+        scratch = self.scratch / layer
+        if scratch.exists():
+            shutil.rmtree(scratch)
         scratch.mkdir()
+        return scratch
+
+    def begin(self, layer: str, manifest: bytes, placement: bytes) -> CachedLayer:
+        """Fill the directory that was made for a layer, but for data and metadata: nobody sees it before `finish`.
+        Raises `LayerCorrupt`."""
+        decoded = decode_manifest(manifest, layer)
+        scratch, size = self.scratch / layer, decoded.data_bytes
         bits = max(1, -(-size // (8 * BLOCK)))
         # Promises of nothing need no disk: what is lost of them promises nothing, too.
-        synced = boot_id() + bytes(bits)
-        for name, data in (
+        for name, content in (
             ("manifest.json", manifest),
             ("placement.json", placement),
-            ("synced", synced),
+            ("synced", boot_id() + bytes(bits)),
             ("asks", b""),
         ):
-            (scratch / name).write_bytes(data)
+            (scratch / name).write_bytes(content)
         for name, length in (("data", size), ("filled", bits)):
             with open(scratch / name, "wb") as file:
                 file.truncate(length)
-        return CachedLayer(scratch, layer)
+        return CachedLayer(scratch, layer, decoded, decode_placement(placement, layer))
 
-    def finish(self, cached: CachedLayer, metadata: Iterable[bytes]) -> None:
-        """Let a layer that was begun appear, with its verified metadata image (in parts)."""
-        with open(cached.root / "meta.erofs", "wb") as file:
-            file.writelines(metadata)
+    def finish(self, cached: CachedLayer) -> None:
+        """Let a layer that was begun appear: its metadata image is verified and in its place."""
         root = self.root / cached.layer
         cached.root.rename(root)
         cached.root = root

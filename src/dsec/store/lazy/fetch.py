@@ -8,15 +8,21 @@ had fails all who wait for it, and is tried anew by the next who asks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
+import os
 from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
-from dsec.store.format import Chunk, Place, check_chunk, iter_runs, pack_key
+from dsec.store.format import Chunk, Manifest, Place, check_chunk, iter_runs, metadata_key, pack_key
 from dsec.store.lazy.cache import CachedLayer
+from dsec.store.lazy.copier import Copier, CopierGone
 from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
@@ -27,10 +33,17 @@ RUN_BYTES = 1 << 20
 """One request to the store asks for no more."""
 STREAMS = 8
 """Requests ahead of readers at the same time."""
-NEAR_STREAMS = 2
+NEAR_STREAMS = min(4, max(2, (os.cpu_count() or 1) // 2))
 """The same where the store answers at once: then they cost computing only, and a reader's own would wait for it."""
-NEAR_RUN_BYTES = 512 << 10
+NICE = -10
+"""Sandboxes wait for the filler and for what it does for readers: they must not wait for those that compute."""
+AHEAD_NICE = 0
+NEAR_RUN_BYTES = 256 << 10
 NEAR_S = 0.0015
+_PARTS = 8
+"""A layer's metadata comes in so many requests at the same time,"""
+_PART_BYTES = 256 << 10
+"""none of them for less."""
 _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
@@ -40,21 +53,57 @@ _FIRST_DELAY_S = 0.05
 class _Run:
     """Chunks that one request to the store brings."""
 
-    __slots__ = ("chunks", "done", "indexes", "layer", "place")
+    __slots__ = ("ahead", "began", "chunks", "done", "indexes", "layer", "place", "token")
 
-    def __init__(self, layer: CachedLayer, place: Place, chunks: list[Chunk], indexes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layer: CachedLayer,
+        place: Place,
+        chunks: list[Chunk],
+        indexes: Sequence[int],
+        *,
+        ahead: bool = False,
+        token: int = 0,
+    ) -> None:
         self.layer = layer
         self.place = place
         self.chunks = chunks
         self.indexes = indexes
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ahead = ahead
+        """Nobody waits for it."""
+        self.token = token
+        """Of a read that waits for this alone."""
+        self.began = 0.0
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Its result: the token that the holder was told of, or 0."""
+
+
+def _settle(future: asyncio.Future[None], _: bool, error: Exception | None) -> None:
+    if future.done():  # who waited was cancelled
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _write_whole(path: Path, parts: Sequence[bytes], digest: str) -> None:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    if found.hexdigest() != digest:
+        raise LayerCorrupt(f"the metadata image {digest} is not what its digest says")
+    with open(path, "wb") as file:
+        file.writelines(parts)
 
 
 class Fetcher:
     """Fetches for all layers of a cache."""
 
-    def __init__(self, store: BlobStore, clock: Clock) -> None:
+    def __init__(self, store: BlobStore, clock: Clock, copier: Copier | None = None) -> None:
+        """`copier`: does the work where the store's objects are files."""
         self._store = store
+        self._copier = copier
         self._clock = clock
         self._flying: dict[tuple[str, int], _Run] = {}
         self._queued: dict[tuple[str, int], CachedLayer] = {}
@@ -68,6 +117,12 @@ class Fetcher:
         self._threads = started_pool(_THREADS, "dsec-verify")
         self.fetched_bytes: Counter[str] = Counter()
         """From the store, by layer."""
+
+    def open(self) -> None:
+        """Have ready what takes a while to start."""
+        if self._copier is not None:
+            with contextlib.suppress(CopierGone):
+                self._copier.start()
 
     async def ensure(self, layer: CachedLayer, indexes: Iterable[int]) -> None:
         """Return when these chunks are in the cache. Raises `Unavailable` or `NotFound` where the store fails,
@@ -90,9 +145,10 @@ class Fetcher:
             if failed is not None:
                 raise failed
 
-    def begin(self, layer: CachedLayer, indexes: Iterable[int]) -> list[asyncio.Future[None]]:
-        """Fetch what isn't there, at once. Returns what to wait for."""
-        waits: dict[asyncio.Future[None], None] = {}
+    def begin(self, layer: CachedLayer, indexes: Iterable[int], token: int = 0) -> list[asyncio.Future[int]]:
+        """Fetch what isn't there, at once. Returns what to wait for. `token`: of the read that waits, of which the
+        holder may be told before that: a future whose result is the token says that it was."""
+        waits: dict[asyncio.Future[int], None] = {}
         wanted = []
         for index in indexes:
             if layer.have[index]:
@@ -108,11 +164,13 @@ class Fetcher:
             places, chunks = [layer.places[i] for i in wanted], [layer.chunks[i] for i in wanted]
             position = 0
             for place, part in iter_runs(places, chunks, RUN_BYTES):
-                run = _Run(layer, place, part, wanted[position : position + len(part)])
+                alone = not waits and len(part) == len(wanted)
+                indexed = wanted[position : position + len(part)]
+                run = _Run(layer, place, part, indexed, token=token if alone else 0)
                 position += len(part)
                 waits[run.done] = None
                 self._waited += 1
-                self._start(run).add_done_callback(self._waited_done)
+                self._start(run)
         return list(waits)
 
     def ahead(self, layer: CachedLayer, indexes: Iterable[int]) -> None:
@@ -122,6 +180,34 @@ class Fetcher:
             if not layer.have[index] and key not in self._flying:
                 self._queued.setdefault(key, layer)
         self._start_queued()
+
+    async def metadata(self, layer: str, manifest: Manifest, path: Path) -> None:
+        """The metadata image into a file, which is good only where this returns. Raises `NotFound`, `Unavailable`,
+        `LayerCorrupt`, OSError."""
+        try:
+            await self._metadata(manifest, path)
+        except LayerCorrupt as error:
+            raise LayerCorrupt(f"the metadata of layer {layer}: {error.message}", layer=layer) from error
+
+    async def _metadata(self, manifest: Manifest, path: Path) -> None:
+        key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
+        source = self._store.file(key) if self._near and size < 1 << 32 else None
+        if self._copier is not None and source is not None:
+            with contextlib.suppress(CopierGone):
+                return await self._copy_whole(
+                    self._copier, source, path, Chunk(0, size, bytes.fromhex(manifest.metadata))
+                )
+        step = max(_PART_BYTES, -(-size // _PARTS))
+        parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
+        image = await asyncio.gather(*parts)
+        await asyncio.to_thread(_write_whole, path, image, manifest.metadata)
+
+    @staticmethod
+    def _copy_whole(copier: Copier, source: Path, path: Path, whole: Chunk) -> asyncio.Future[None]:
+        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with open(path, "wb") as file:
+            copier.copy(source, 0, [whole], file.fileno(), partial(_settle, copied), nice=NICE)
+        return copied
 
     async def timed(self, request: Awaitable[T]) -> T:
         """A request to the store, from which is learnt how far that is."""
@@ -146,11 +232,14 @@ class Fetcher:
         return (layer, index) in self._flying
 
     async def close(self) -> None:
-        """Stop; who waits is cancelled. No thread writes any more when it returns."""
+        """Stop; who waits is cancelled. No thread of ours writes any more when it returns; the copier may."""
         self._queued.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for run in self._flying.values():
+            run.done.cancel()
+        self._flying.clear()
         await asyncio.to_thread(self._threads.shutdown)
 
     @property
@@ -161,7 +250,7 @@ class Fetcher:
         streams = NEAR_STREAMS if self._near else STREAMS
         while self._queued and self._background < streams:
             self._background += 1
-            self._start(self._next()).add_done_callback(self._background_done)
+            self._start(self._next())
 
     def _next(self) -> _Run:
         """The first that is queued, with those queued that follow it in the layer and in the store."""
@@ -175,39 +264,63 @@ class Fetcher:
             last += 1
             size += layer.chunks[last].size
             del self._queued[name, last]
-        return _Run(layer, place, layer.chunks[first : last + 1], range(first, last + 1))
+        return _Run(layer, place, layer.chunks[first : last + 1], range(first, last + 1), ahead=True)
 
-    def _waited_done(self, _: asyncio.Task[None]) -> None:
-        self._waited -= 1
-
-    def _background_done(self, _: asyncio.Task[None]) -> None:
-        self._background -= 1
-        self._start_queued()
-
-    def _start(self, run: _Run) -> asyncio.Task[None]:
+    def _start(self, run: _Run) -> None:
         self._flying.update(((run.layer.layer, index), run) for index in run.indexes)
-        task = asyncio.create_task(self._run(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        run.began = self._clock.monotonic()
+        path = self._store.file(pack_key(run.place.pack)) if self._copier is not None else None
+        if self._copier is not None and path is not None:
+            done, nice = partial(self._copied, run), AHEAD_NICE if run.ahead else NICE
+            with contextlib.suppress(CopierGone):
+                target = run.layer.data
+                self._copier.copy(path, run.place.offset, run.chunks, target, done, nice=nice, token=run.token)
+                return
+        self._spawn(run)
 
-    async def _run(self, run: _Run) -> None:
-        try:
-            await self._fetch(run.layer, run.place, run.chunks, run.indexes)
-        except (DsecError, OSError) as error:
+    def _copied(self, run: _Run, told: bool, error: Exception | None) -> None:
+        """The copier has done it, or could not."""
+        if run.done.done():  # we are closed
+            return
+        if isinstance(error, CopierGone | LayerCorrupt):  # the latter: another try tells
+            self._spawn(run)
+            return
+        if error is None:
+            self._took_s.append(self._clock.monotonic() - run.began)
+            self.fetched_bytes[run.layer.layer] += sum(chunk.size for chunk in run.chunks)
+            run.layer.note(run.indexes)
+        self._end(run, run.token if told else 0, error)
+
+    def _end(self, run: _Run, told: int, error: Exception | None) -> None:
+        for index in run.indexes:
+            self._flying.pop((run.layer.layer, index), None)
+        if error is None:
+            run.done.set_result(told)
+        else:
             log.warning("layer %s: %s", run.layer.layer, error)
             run.done.set_exception(error)
             run.done.exception()  # nobody may be waiting
-        except asyncio.CancelledError:
-            run.done.cancel()
-            raise
+        if run.ahead:
+            self._background -= 1
+            self._start_queued()
         else:
-            run.done.set_result(None)
-        finally:
-            for index in run.indexes:
-                self._flying.pop((run.layer.layer, index), None)
+            self._waited -= 1
 
-    async def _fetch(self, layer: CachedLayer, place: Place, run: list[Chunk], indexes: Sequence[int]) -> None:
+    def _spawn(self, run: _Run) -> None:
+        task = asyncio.create_task(self._run(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, run: _Run) -> None:
+        try:
+            await self._fetch(run.layer, run.place, run.chunks)
+            run.layer.note(run.indexes)
+        except (DsecError, OSError) as error:
+            self._end(run, 0, error)
+        else:
+            self._end(run, 0, None)
+
+    async def _fetch(self, layer: CachedLayer, place: Place, run: list[Chunk]) -> None:
         size = sum(chunk.size for chunk in run)
         delay_s = _FIRST_DELAY_S
         for attempt in range(1, _ATTEMPTS + 1):
@@ -219,7 +332,6 @@ class Fetcher:
                 else:
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self._threads, self._put, layer, run, data)
-                layer.note(indexes)
                 return
             except LayerCorrupt:
                 # Half a body looks the same as a damaged object: another try tells.

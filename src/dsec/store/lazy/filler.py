@@ -21,53 +21,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import logging
 import os
-import resource
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dsec.errors import DsecError, Internal, InvalidRequest, LayerCorrupt, NotFound
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import (
     MANIFEST_BYTES,
-    Manifest,
     decode_manifest,
     is_layer,
     manifest_key,
-    metadata_key,
     placement_key,
 )
 from dsec.store.lazy import holder
 from dsec.store.lazy.cache import CachedLayer, LazyCache
+from dsec.store.lazy.copier import Copier
 from dsec.store.lazy.fetch import Fetcher
 from dsec.store.lazy.questions import Questions
 from dsec.store.lazy.readahead import Readahead
 from dsec.store.lazy.trace import Recorder, load_trace
-from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
 
 SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
-_THREADS = 4
-_PARTS = 4
-"""A layer's metadata comes in so many requests at the same time,"""
-_PART_BYTES = 256 << 10
-"""none of them for less."""
+_LARGE_BYTES = 256 << 10
+"""A manifest that takes long to read."""
 _PUNCHES = 64
 """Holes between two turns of the loop."""
-NICE = -10
-"""Sandboxes wait for this process: it must not wait for those that compute."""
 _NUMBER = "number"
 """Holds a layer's number at the holder."""
+
+
+async def _turns() -> None:
+    """Let what was just begun get as far as the store."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 class _Served(msgspec.Struct):
@@ -95,11 +92,13 @@ class Filler:
         most_bytes: int,
         idle_s: float = IDLE_S,
         keep_every_s: float = SYNC_EVERY_S,
+        copier: Copier | None = None,
     ) -> None:
         """`most_bytes`: of data in the cache; beyond it the least recently used goes. `idle_s`: a mounted layer of
-        which no read asked for so long may lose its data. `keep_every_s`: between looks at what to sync and evict."""
+        which no read asked for so long may lose its data. `keep_every_s`: between looks at what to sync and evict.
+        `copier`: copies chunks in our stead, where it can; its owner's to close."""
         self.cache = cache
-        self.fetcher = Fetcher(store, clock)
+        self.fetcher = Fetcher(store, clock, copier)
         self.failures: Counter[str] = Counter()
         self._store = store
         self._clock = clock
@@ -122,7 +121,8 @@ class Filler:
                 number = int((self.cache.path(layer) / _NUMBER).read_text())
                 self._numbers[number] = layer
                 self._tell(layer, number)
-        self._questions.start(self._read, self.gone.set)
+        self.fetcher.open()
+        self._questions.start(self.read, self.gone.set)
 
     async def close(self) -> None:
         self._questions.close()
@@ -159,36 +159,34 @@ class Filler:
 
     async def _begin(self, layer: str) -> _Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
-        manifest, placement, trace = await asyncio.gather(
+        asked = asyncio.gather(
             self.fetcher.timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)),
             self.fetcher.timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)),
             self.fetcher.timed(load_trace(self._store, layer)),
         )
-        image = asyncio.create_task(self._metadata(layer, decode_manifest(manifest, layer)))
+        await _turns()
+        path = self.cache.make(layer) / "meta.erofs"
+        manifest, placement, trace = await asked
+        image = asyncio.create_task(self.fetcher.metadata(layer, decode_manifest(manifest, layer), path))
+        await _turns()
         try:
-            cached = await asyncio.to_thread(self.cache.begin, layer, manifest, placement)
+            if len(manifest) > _LARGE_BYTES:
+                cached = await asyncio.to_thread(self.cache.begin, layer, manifest, placement)
+            else:  # sooner done than a thread is awake
+                cached = self.cache.begin(layer, manifest, placement)
         except BaseException:
             image.cancel()
             raise
         try:
             self._follow(cached, trace)
-            await asyncio.to_thread(self.cache.finish, cached, await image)
+            await image
+            self.cache.finish(cached)
         except BaseException:
             image.cancel()
             await self.fetcher.abandon(layer)
             cached.close()
             raise
         return self._serve(layer, cached, recorder=None if trace else Recorder(self._clock))
-
-    async def _metadata(self, layer: str, manifest: Manifest) -> list[bytes]:
-        """The metadata image, verified, in parts."""
-        key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
-        step = max(_PART_BYTES, -(-size // _PARTS))
-        parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
-        image = await asyncio.gather(*parts)
-        if await asyncio.to_thread(_sha256, image) != manifest.metadata:
-            raise LayerCorrupt(f"the metadata of layer {layer} is not what its manifest says", layer=layer)
-        return image
 
     async def _again(self, layer: str) -> _Served:
         served = self._serve(layer)
@@ -257,7 +255,8 @@ class Filler:
 
     # --- reads ---
 
-    def _read(self, waiting: holder.Waiting) -> None:
+    def read(self, waiting: holder.Waiting) -> None:
+        """Answer it, once what it wants is here."""
         try:
             served = self._serve(self._numbers[waiting.blob])
         except (KeyError, OSError, DsecError) as error:
@@ -265,7 +264,7 @@ class Filler:
             self._questions.answer(waiting.token, errno.EIO)
             return
         chunks = served.cached.chunks_of(waiting.offset, waiting.size)
-        waits = self.fetcher.begin(served.cached, chunks)
+        waits = self.fetcher.begin(served.cached, chunks, waiting.token)
         ahead = [*served.readahead.file(chunks[0]), *served.readahead.read(chunks[0], chunks[-1])] if chunks else []
         if ahead:
             self.fetcher.ahead(served.cached, ahead)
@@ -274,20 +273,23 @@ class Filler:
         if not waits:
             self._questions.answer(waiting.token, 0)
             return
-        self._spawn(self._wait(waiting, served, waits))
+        waits_for: asyncio.Future[Any] = waits[0] if len(waits) == 1 else asyncio.gather(*waits)
+        waits_for.add_done_callback(partial(self._arrived, waiting, served))
 
-    async def _wait(self, waiting: holder.Waiting, served: _Served, waits: Sequence[asyncio.Future[None]]) -> None:
-        try:
-            for future in waits:
-                await asyncio.shield(future)
-        except (DsecError, OSError) as error:
+    def _arrived(self, waiting: holder.Waiting, served: _Served, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():  # the next filler is asked
+            return
+        error = future.exception()
+        if error is not None:
             layer = served.cached.layer
             self.failures[layer] += 1
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             self._questions.answer(waiting.token, errno.ENOSPC if full else errno.EIO)
             self._push({"failed": layer, "message": str(error)[:500]})
             return
-        self._questions.answer(waiting.token, 0)
+        told = future.result()
+        if not told or told != waiting.token:
+            self._questions.answer(waiting.token, 0)
         if not served.cached.missing:
             self._finish(served)
 
@@ -427,40 +429,3 @@ class Filler:
     def _push(self, event: dict[str, Any]) -> None:
         for writer in self._listeners:
             writer.write(msgspec.json.encode(event) + b"\n")
-
-
-def _sha256(parts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()
-
-
-def _be_prompt() -> None:
-    """Before any thread is made: they inherit it."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
-        Path("/proc/self/autogroup").write_text(str(NICE))  # where sessions are groups, nice counts only inside one
-
-
-async def serve_filler(filler: Filler, control: Path) -> None:
-    """Run until SIGTERM, or until the holder is gone."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    _be_prompt()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each layer in the cache has two descriptors
-    loop.set_default_executor(started_pool(_THREADS, "dsec-filler"))
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    filler.open()
-    server = await filler.serve_control(control)
-    waits: Iterable[asyncio.Task[Any]] = [
-        asyncio.create_task(stop.wait()),
-        asyncio.create_task(filler.gone.wait()),
-        asyncio.create_task(filler.keep()),
-    ]
-    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    server.close()
-    await filler.close()

@@ -64,8 +64,8 @@ class LazyLayers:
     def __init__(
         self, *, cache: Path, run: Path, filler: Sequence[str | Path], way: Way = "", deadline_s: float = DEADLINE_S
     ) -> None:
-        """`filler`: the command that runs a filler for these directories; without events it gets `--fuse`. `way`: how
-        reads get to it; empty: by events where this kernel has them."""
+        """`filler`: the command that runs a filler for these directories; it gets `--copier PROGRAM`, without events
+        `--fuse`. `way`: how reads get to it; empty: by events where this kernel has them."""
         self._cache = cache
         self._marked = run / "lazy"
         self._holder_path = run / "holder.sock"
@@ -95,8 +95,8 @@ class LazyLayers:
         """Told of a layer; blocks."""
 
     async def open(self, program: Path) -> bool:
-        """Serve. `program`: the compiled holder. False where readers may have seen zeros: the holder was gone, with
-        layers mounted.
+        """Serve. `program`: the compiled holder, beside which the copier lies. False where readers may have seen zeros:
+        the holder was gone, with layers mounted.
 
         Raises `Unavailable`, KernelError where this kernel has no such events.
         """
@@ -276,6 +276,8 @@ class LazyLayers:
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(self._control_path, limit=1 << 26)
         words = [*map(str, self._filler), *(["--fuse"] if self.way == "fuse" else [])]
+        if self._program is not None:
+            words += ["--copier", str(self._program.with_name("copier"))]
         process = await asyncio.to_thread(
             subprocess.Popen,
             lasting.outliving(words, unit=f"dsec-filler-{self._marked.parent.name}", static=False),

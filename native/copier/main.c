@@ -1,0 +1,201 @@
+/* copier LIBCRYPTO [HOLDER_SOCKET]: see copier.h. SHA-256 is libcrypto's, found when it runs: the one that Python's hashlib uses. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "copier.h"
+#include "../holder/holder.h"
+
+#define FILLER 0
+#define DIGEST 32
+
+/* Of libcrypto, in all its versions from 1.1 on. */
+static void *(*new_context)(void);
+static const void *(*sha256)(void);
+static int (*begin_digest)(void *context, const void *type, void *engine);
+static int (*update_digest)(void *context, const void *data, size_t size);
+static int (*end_digest)(void *context, unsigned char *digest, unsigned *size);
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct worker *idle;
+static int holder = -1;
+/* Of jobs that nobody waits for so many compute at the same time that half of the processors are left to others. Reading may take long and isn't
+ * counted. */
+static sem_t unhurried;
+
+/* What a job needs while it is done. The one that was used last is used next: it is in the processor's cache. */
+struct worker {
+    struct worker *next;
+    void *context;
+    bool unhurried;
+    unsigned char data[COPIER_PIECE];
+};
+
+union packet {
+    struct copier_job job;
+    char bytes[sizeof(struct copier_job) + COPIER_CHUNKS * sizeof(struct copier_chunk) + PATH_MAX];
+};
+
+static bool write_at(int fd, const unsigned char *data, size_t size, uint64_t offset) {
+    while (size) {
+        ssize_t put = pwrite(fd, data, size, (off_t)offset);
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0) return false;
+        data += put, size -= (size_t)put, offset += (uint64_t)put;
+    }
+    return true;
+}
+
+static bool is_right(void *context, const struct copier_chunk *chunk) {
+    unsigned char found[DIGEST];
+    unsigned length = 0;
+    return end_digest(context, found, &length) && length == DIGEST && memcmp(found, chunk->digest, DIGEST) == 0;
+}
+
+static bool failed(struct copier_done *done, enum copier_where where, int error) {
+    done->where = where;
+    done->error = error;
+    return false;
+}
+
+static bool read_piece(int fd, unsigned char *data, size_t size, uint64_t offset, struct copier_done *done) {
+    while (size) {
+        ssize_t got = pread(fd, data, size, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return failed(done, COPIER_SOURCE, errno);
+        if (got == 0) return failed(done, COPIER_SHORT, 0);
+        data += got, size -= (size_t)got, offset += (uint64_t)got;
+    }
+    return true;
+}
+
+/* A metadata image: its file is worth nothing unless all of it is right. */
+static bool copy_large(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
+    for (uint32_t at = 0, size; at < chunk->size; at += size) {
+        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
+        if (!read_piece(source, w->data, size, offset + at, done)) return false;
+        if (!update_digest(w->context, w->data, size)) return failed(done, COPIER_REFUSED, ENOMEM);
+        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
+    }
+    return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
+}
+
+static bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    if (chunk->size > COPIER_PIECE) return copy_large(chunk, offset, source, target, w, done);
+    if (!read_piece(source, w->data, chunk->size, offset, done)) return false;
+    if (w->unhurried) sem_wait(&unhurried);
+    bool right = begin_digest(w->context, sha256(), NULL) && update_digest(w->context, w->data, chunk->size) && is_right(w->context, chunk);
+    bool written = right && write_at(target, w->data, chunk->size, chunk->target);
+    int error = errno;
+    if (w->unhurried) sem_post(&unhurried);
+    return right ? written || failed(done, COPIER_TARGET, error) : failed(done, COPIER_WRONG, 0);
+}
+
+static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
+    const struct copier_job *job = &packet->job;
+    const struct copier_chunk *chunks = (const void *)(job + 1);
+    if (size < sizeof *job) return failed(done, COPIER_REFUSED, EINVAL);
+    done->id = job->id;
+    if (job->count > COPIER_CHUNKS) return failed(done, COPIER_REFUSED, EINVAL);
+    const char *path = (const char *)(chunks + job->count);
+    if (!job->path_bytes || size != (size_t)(path - packet->bytes) + job->path_bytes || path[job->path_bytes - 1]) return failed(done, COPIER_REFUSED, EINVAL);
+    int source = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (source < 0) return failed(done, COPIER_SOURCE, errno);
+    uint64_t offset = job->offset;
+    while (done->copied < job->count && copy_chunk(&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
+    close(source);
+    return done->where == COPIER_COPIED;
+}
+
+static bool tell(uint64_t token) {
+    struct holder_message m = {.type = HOLDER_DONE, .token = token};
+    return holder >= 0 && send(holder, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof m;
+}
+
+static struct worker *take(void) {
+    pthread_mutex_lock(&lock);
+    struct worker *w = idle;
+    if (w) idle = w->next;
+    pthread_mutex_unlock(&lock);
+    if (!w && (!(w = malloc(sizeof *w)) || !(w->context = new_context()))) _exit(1); /* the filler goes on without us */
+    return w;
+}
+
+static void give(struct worker *w) {
+    pthread_mutex_lock(&lock);
+    w->next = idle, idle = w;
+    pthread_mutex_unlock(&lock);
+}
+
+/* All threads take from one socket: whoever is free has the next job. */
+static void *work(void *unused) {
+    static _Thread_local union packet packet;
+    int nice_now = getpriority(PRIO_PROCESS, 0); /* a thread's own */
+    (void)unused;
+    for (;;) {
+        struct iovec part = {&packet, sizeof packet};
+        union { char room[CMSG_SPACE(sizeof(int))]; struct cmsghdr align; } control;
+        struct msghdr h = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.room, .msg_controllen = sizeof control.room};
+        ssize_t got = recvmsg(FILLER, &h, MSG_CMSG_CLOEXEC);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) _exit(0); /* the filler is gone */
+        int target = -1;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&h);
+        if (c && c->cmsg_type == SCM_RIGHTS) memcpy(&target, CMSG_DATA(c), sizeof target);
+        struct copier_done done = {0};
+        if ((size_t)got >= sizeof packet.job && packet.job.nice != nice_now && setpriority(PRIO_PROCESS, 0, packet.job.nice) == 0)
+            nice_now = packet.job.nice;
+        struct worker *w = take();
+        w->unhurried = packet.job.nice >= 0;
+        if (carry_out(&packet, (size_t)got, target, w, &done) && packet.job.token) done.told = tell(packet.job.token);
+        give(w);
+        if (target >= 0) close(target);
+        if (send(FILLER, &done, sizeof done, MSG_NOSIGNAL) < 0) _exit(0);
+    }
+}
+
+static int connect_to(const char *path) {
+    struct sockaddr_un a = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof a.sun_path) return -1;
+    memcpy(a.sun_path, path, strlen(path) + 1);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&a, sizeof a) == 0) return fd;
+    if (fd >= 0) close(fd);
+    return -1;
+}
+
+static bool find(void *library, const char *name, void *function, size_t size) {
+    void *found = library ? dlsym(library, name) : NULL;
+    memcpy(function, &found, size);
+    return found;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 2 && argc != 3) return fprintf(stderr, "usage: copier LIBCRYPTO [HOLDER_SOCKET]\n"), 2;
+    void *library = dlopen(argv[1], RTLD_NOW);
+    if (!find(library, "EVP_MD_CTX_new", &new_context, sizeof new_context) || !find(library, "EVP_sha256", &sha256, sizeof sha256) ||
+        !find(library, "EVP_DigestInit_ex", &begin_digest, sizeof begin_digest) ||
+        !find(library, "EVP_DigestUpdate", &update_digest, sizeof update_digest) ||
+        !find(library, "EVP_DigestFinal_ex", &end_digest, sizeof end_digest))
+        return fprintf(stderr, "copier: %s\n", dlerror()), 1;
+    if (argc == 3 && (holder = connect_to(argv[2])) < 0) return perror("copier: the holder"), 1;
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    sem_init(&unhurried, 0, processors > 2 ? (unsigned)processors / 2 : 1);
+    for (int i = 1; i < COPIER_THREADS; i++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, NULL)) return fprintf(stderr, "copier: no threads\n"), 1;
+    }
+    work(NULL);
+}

@@ -1,0 +1,189 @@
+"""The copier (`native/copier/copier.h` is its definition): chunks of a store whose objects are files are read, verified
+and written by it, so that Python doesn't touch each of them.
+
+It is a child of the filler and ends with it. Where it can't be started, or ends, `CopierGone` says so, and the filler
+does the same work itself until another one runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import re
+import socket
+import struct
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dsec.errors import Internal, LayerCorrupt, NotFound, Unavailable
+from dsec.ports import Clock
+from dsec.store.format import Chunk
+
+log = logging.getLogger(__name__)
+
+MOST_CHUNKS = 256
+"""Of one job."""
+_JOB = struct.Struct("=QQQIIixxxx")
+"""id, token, offset in the source, count, bytes of the path, nice."""
+_CHUNK = struct.Struct("=QIxxxx32s")
+"""offset in the target, size, digest."""
+_DONE = struct.Struct("=QIiII")
+"""id, where, error, copied, told."""
+_COPIED, _SOURCE, _SHORT, _WRONG, _TARGET, _REFUSED = range(6)
+_AGAIN_S = 5.0
+"""Between two starts."""
+
+
+class CopierGone(Exception):
+    """It doesn't run."""
+
+
+Done = Callable[[bool, Exception | None], None]
+"""Called on the loop: whether the holder was told, or what went wrong: `CopierGone`, `NotFound`, `Unavailable`,
+`LayerCorrupt`, or OSError of the target."""
+
+
+class _Job(NamedTuple):
+    source: Path
+    chunks: Sequence[Chunk]
+    done: Done
+
+
+class Copier:
+    """The running program, on one event loop. `close` it."""
+
+    def __init__(self, program: Path, holder: Path | None, clock: Clock) -> None:
+        """`program`: compiled. `holder`: the socket of a holder, to which tokens belong."""
+        self._program = program
+        self._holder = holder
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._started = -_AGAIN_S
+        self._numbers = 0
+        self._jobs: dict[int, _Job] = {}
+        self._backlog: deque[tuple[bytes, int]] = deque()
+        """Packets for which the socket had no room, with a duplicate of their target."""
+
+    def copy(
+        self, source: Path, offset: int, chunks: Sequence[Chunk], target: int, done: Done, *, nice: int, token: int = 0
+    ) -> None:
+        """Chunks that follow each other from `offset` of a file on, to their places in the file `target` (a descriptor,
+        which may be closed at once), at this priority; then `done` is called, once. `token`: of a read that waits for
+        just these. Raises `CopierGone`."""
+        channel = self._channel or self.start()
+        self._numbers += 1
+        path = os.fsencode(source) + b"\0"
+        head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice)
+        packet = b"".join((head, *(_CHUNK.pack(*chunk) for chunk in chunks), path))
+        self._jobs[self._numbers] = _Job(source, chunks, done)
+        if self._backlog or not self._send(channel, packet, target):
+            self._backlog.append((packet, os.dup(target)))
+
+    async def close(self) -> None:
+        """End it; nothing is written any more on return. Who waits has `CopierGone`."""
+        self._lost()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.wait)
+
+    def start(self) -> socket.socket:
+        """Have it run. Raises `CopierGone`."""
+        now = self._clock.monotonic()
+        if now - self._started < _AGAIN_S:
+            raise CopierGone
+        self._started = now
+        library = _libcrypto()
+        if not library:
+            raise CopierGone
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [str(self._program), library, *([str(self._holder)] if self._holder else [])]
+            try:
+                self._process = subprocess.Popen(words, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+            except OSError as error:
+                ours.close()
+                log.warning("chunks are copied without the copier: %s", error)
+                raise CopierGone from error
+        ours.setblocking(False)
+        self._channel = ours
+        asyncio.get_running_loop().add_reader(ours, self._readable)
+        return ours
+
+    def _lost(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            asyncio.get_running_loop().remove_reader(channel)
+            channel.close()
+        for _, descriptor in self._backlog:
+            os.close(descriptor)
+        self._backlog.clear()
+        jobs, self._jobs = self._jobs, {}
+        if self._process is not None:
+            self._process.poll()
+        for job in jobs.values():
+            job.done(False, CopierGone())
+
+    @staticmethod
+    def _send(channel: socket.socket, packet: bytes, target: int) -> bool:
+        try:
+            socket.send_fds(channel, [packet], [target])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ETOOMANYREFS):
+                raise
+            return error.errno != errno.ETOOMANYREFS  # its end is seen when it is read
+        return True
+
+    def _readable(self) -> None:
+        for _ in range(64):
+            channel = self._channel
+            if channel is None:
+                return
+            try:
+                answer = channel.recv(_DONE.size)
+            except BlockingIOError:
+                return
+            except OSError:
+                answer = b""
+            if len(answer) != _DONE.size:
+                log.warning("the copier is gone")
+                self._lost()
+                return
+            number, where, error, copied, told = _DONE.unpack(answer)
+            job = self._jobs.pop(number, None)
+            while self._backlog and self._send(channel, *self._backlog[0]):
+                os.close(self._backlog.popleft()[1])
+            if job is not None:
+                job.done(bool(told), None if where == _COPIED else _error(job, where, error, copied))
+
+
+def _error(job: _Job, where: int, number: int, copied: int) -> Exception:
+    if where == _SOURCE and number in (errno.ENOENT, errno.ENOTDIR):
+        return NotFound("the store has no such object")
+    if where == _SOURCE:
+        return Unavailable(f"the store at {job.source.parent} failed: {os.strerror(number)}")
+    if where == _SHORT:
+        return LayerCorrupt(f"{job.source.name} ends before chunk {job.chunks[copied].digest.hex()} does")
+    if where == _WRONG:
+        return LayerCorrupt(
+            f"chunk {job.chunks[copied].digest.hex()} is not what its digest says",
+            remedy="`dsec layer verify` says which layers are damaged; build or import them again.",
+        )
+    if where == _TARGET:
+        return OSError(number, os.strerror(number))
+    return Internal(f"the copier refused a job of {len(job.chunks)} chunks")
+
+
+def _libcrypto() -> str:
+    """The library that this Python's hashlib uses; empty where it has its own built in."""
+    hashlib.sha256()
+    with open("/proc/self/maps") as maps:
+        found = re.search(r"/\S*/libcrypto\.so\S*$", maps.read(), re.MULTILINE)
+    return found[0] if found else ""
