@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,19 +21,24 @@ from dsec.app import check_root, make_state, open_api, raise_open_files
 from dsec.cluster.apiserver import ClusterApi
 from dsec.cluster.batches import Batches
 from dsec.cluster.bus import Bus, open_bus
+from dsec.cluster.certificates import Certificate, make_certificate
 from dsec.cluster.creating import Creations
 from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cluster, read_credentials
 from dsec.cluster.fanout import Fanout
 from dsec.cluster.gate import Gate
+from dsec.cluster.handing import Handing
 from dsec.cluster.jobs import Records
 from dsec.cluster.keys import KeyRecord, Keys
+from dsec.cluster.logs import SHARDS
 from dsec.cluster.member import Membership, host_of, keep_member
+from dsec.cluster.moves import Moved, Moves, make_streams
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.numbers import settle
 from dsec.cluster.overflow import OverflowConfig, OverflowKeeper, Record, read_overflow
 from dsec.cluster.runs import ClusterRuns, RunRecord
+from dsec.cluster.shipping import Shipper
 from dsec.cluster.upstream import Upstream
-from dsec.cluster.wire import ORDER_S, Made, Member
+from dsec.cluster.wire import ORDER_S, Joined, Made, Member
 from dsec.configuration import read_config
 from dsec.edge.logs import LogFormat, configure
 from dsec.errors import InvalidRequest
@@ -42,9 +48,11 @@ from dsec.plan.quota import Holder
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Watch, WatchPolicy
 from dsec.spec.cluster import NodeFacts
+from dsec.store.blobs import open_store
 
 MADE_S = 86400.0
 """How long a key leads to the nodes of its first request."""
+LOOPBACK = re.compile(r"127\.|localhost$|::1$")
 log = logging.getLogger("dsec.cluster")
 
 
@@ -72,6 +80,8 @@ class Listening(Struct, frozen=True, kw_only=True):
     port: int = 0
     advertise: str = ""
     """The URL by which others reach it; empty: where it listens."""
+    tls: bool | None = None
+    """An edge's: None: where it listens on more than loopback."""
     log_format: LogFormat = "human"
     log_level: str = "info"
 
@@ -117,12 +127,35 @@ def serve_edge(
                 memory_capacity_bytes=node.memory_capacity_bytes,
             )
             gate = Gate(api, edge)
-            server = ApiServer(gate, listening.host, listening.port)
+            certificate = _certificate(listening, own.state, node.edge)
+            files = None if certificate is None else (certificate.certificate, certificate.key)
+            server = ApiServer(gate, listening.host, listening.port, tls=files)
             await server.start()
             undo.push_async_callback(server.stop)
-            member = Membership(edge, bus, facts, url=listening.advertise or server.url, state=own.state)
+            store = open_store(own.store) if own.store else None
+            if store is not None:
+                undo.push_async_callback(store.close)
+            trajectories, key = edge.logs()
+            shipper = Shipper(bus, trajectories, store=store, edge=node.edge, key=key, state=own.state)
+            undo.push_async_callback(shipper.close)
+            moving = edge.moving()
+            await moving.end_unfinished()
+            member = Membership(
+                edge,
+                bus,
+                facts,
+                url=listening.advertise or server.url,
+                state=own.state,
+                certificate=certificate.digest if certificate is not None else "",
+            )
+
+            def joined(answer: Joined) -> None:
+                if answer.claim is not None:
+                    shipper.start(answer.shards, answer.claim.incarnation, edge.live())
+
+            member.joined, member.unshipped = joined, lambda: shipper.waiting
             edge.trust(member.asserted)
-            gate.member = member
+            gate.member, gate.handing = member, Handing(moving, shipper, store)
             keeping = asyncio.create_task(keep_member(member, failed), name="membership")
             undo.callback(keeping.cancel)
             log.info("edge %d at %s, state in %s", node.edge, server.url, own.state)
@@ -141,11 +174,22 @@ async def _edge_credentials(joining: Joining, state: Path) -> Credentials:
     return await settle(joining.urls, joining.credentials, state, host=host_of(state))
 
 
+def _certificate(listening: Listening, state: Path, edge: int) -> Certificate | None:
+    wanted = not LOOPBACK.match(listening.host) if listening.tls is None else listening.tls
+    return make_certificate(state, f"edge-{edge}") if wanted else None
+
+
 def serve_api(
-    joining: Joining, listening: Listening, *, lost_s: float, replicas: int, overflow: Path | None = None
+    joining: Joining,
+    listening: Listening,
+    *,
+    lost_s: float,
+    replicas: int,
+    overflow: Path | None = None,
+    log_bytes: int = 0,
 ) -> int:
-    """An apiserver, in the foreground until SIGTERM or SIGINT. Returns the exit code. Raises `InvalidRequest`,
-    `Unavailable`."""
+    """An apiserver, in the foreground until SIGTERM or SIGINT: see `open_cluster`. Returns the exit code. Raises
+    `InvalidRequest`, `Unavailable`."""
     configure(listening.log_format, listening.log_level)
     credentials = joining.read(edge=False)
     elastic = read_overflow(overflow) if overflow is not None else None
@@ -156,7 +200,9 @@ def serve_api(
         async with AsyncExitStack() as undo:
             bus = await open_bus(joining.urls, credentials)
             undo.push_async_callback(bus.close)
-            api = await undo.enter_async_context(open_cluster(bus, lost_s=lost_s, replicas=replicas, overflow=elastic))
+            api = await undo.enter_async_context(
+                open_cluster(bus, lost_s=lost_s, replicas=replicas, overflow=elastic, log_bytes=log_bytes)
+            )
             server = ApiServer(api, listening.host, listening.port)
             await server.start()
             undo.push_async_callback(server.stop)
@@ -169,9 +215,10 @@ def serve_api(
 
 @asynccontextmanager
 async def open_cluster(
-    bus: Bus, *, lost_s: float, replicas: int, overflow: OverflowConfig | None = None
+    bus: Bus, *, lost_s: float, replicas: int, overflow: OverflowConfig | None = None, log_bytes: int = 0
 ) -> AsyncIterator[ClusterApi]:
-    """An apiserver's parts. Raises `Unavailable`."""
+    """An apiserver's parts. `log_bytes`: what the streams of logs may hold, all together (0: what the servers have room
+    for). Raises `Unavailable`."""
     instance = f"{APISERVER}-{secrets.token_hex(6)}"
     iam = Iam()
     scheduler = Scheduler(
@@ -189,6 +236,9 @@ async def open_cluster(
         await upstream.start()
         undo.push_async_callback(upstream.close)
         creations = Creations(nodes, upstream, Records(made, instance), runs)
+        moved = await bus.bucket("dsec_moved", Moved, replicas=replicas)
+        moves = Moves(bus, moved, made, nodes, upstream, runs)
+        await make_streams(bus, replicas=replicas, most_bytes=log_bytes // SHARDS if log_bytes > 0 else -1)
         await nodes.start()
         undo.push_async_callback(nodes.close)
         if overflow is not None:
@@ -196,7 +246,7 @@ async def open_cluster(
             elastic = OverflowKeeper(overflow, nodes, machines, instance=instance, urls=bus.urls)
             elastic.start()
             undo.push_async_callback(elastic.close)
-        for each in (keys, runs):
+        for each in (keys, runs, moves):
             each.start()
             undo.push_async_callback(each.close)
         yield ClusterApi(
@@ -204,9 +254,10 @@ async def open_cluster(
             upstream=upstream,
             creations=creations,
             batches=Batches(creations),
-            fanout=Fanout(nodes, upstream),
+            fanout=Fanout(nodes, upstream, moves),
             keys=keys,
             runs=runs,
+            moves=moves,
             version=installed_version(),
         )
 

@@ -4,14 +4,13 @@ each of them is killed. The tests are in an order: each leaves the cluster whole
 from __future__ import annotations
 
 import asyncio
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
-from cluster_kit import PATIENCE_S, Cluster, running, until
+from cluster_kit import Cluster, eventually, running, until
 
 from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
 from dsec.cluster.credentials import read_credentials
@@ -204,10 +203,10 @@ async def test_a_killed_edge_comes_back_with_what_it_had(cluster: Cluster, one: 
 
 
 async def test_a_cordoned_node_gets_nothing_new(cluster: Cluster, one: AsyncClient) -> None:
-    post(cluster, "/v1/nodes/2/cordon")
+    cluster.cordon(2)
     boxes = [await one.create("debian", **SMALL) for _ in range(6)]
     assert {edge_of(box.id) for box in boxes} == {1}
-    post(cluster, "/v1/nodes/2/uncordon")
+    cluster.cordon(2, False)
     boxes.append(await one.create("debian", **at(2)))
     await one.kill_many([box.id for box in boxes])
 
@@ -242,13 +241,6 @@ async def test_a_lost_node(cluster: Cluster, one: AsyncClient, other: AsyncClien
         await each.kill()
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait, bounded."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await condition():  # noqa: ASYNC110 (nothing tells)
-            await asyncio.sleep(0.2)
-
-
 async def is_paused(client: AsyncClient, sandbox_id: str) -> bool:
     return (await client.connect(sandbox_id)).info.state is State.PAUSED
 
@@ -259,19 +251,3 @@ async def is_refused(client: AsyncClient, sandbox_id: str) -> bool:
     except Unauthenticated:
         return True
     return False
-
-
-def post(cluster: Cluster, path: str) -> None:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{cluster.apis[0].port}{path}",
-        method="POST",
-        headers={"authorization": f"Bearer {cluster.key}"},
-    )
-    urllib.request.urlopen(request, timeout=10).close()
-    until(
-        lambda: all(
-            [node["cordoned"] for node in cluster.get("/v1/nodes", api)["nodes"]][1] == ("un" not in path)
-            for api in cluster.apis
-        ),
-        path,
-    )

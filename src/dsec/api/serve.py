@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -287,8 +288,11 @@ class App(Protocol):
 class ApiServer:
     """The running server: `start`, then `stop`."""
 
-    def __init__(self, api: App, host: str, port: int, *, grace_s: float = 2.0) -> None:
-        """`port` 0: any free one."""
+    def __init__(
+        self, api: App, host: str, port: int, *, grace_s: float = 2.0, tls: tuple[Path, Path] | None = None
+    ) -> None:
+        """`port` 0: any free one. `tls`: certificate and key, as PEM."""
+        self._tls = tls
         self._api = api
         self._host = host
         self._port = port
@@ -303,7 +307,8 @@ class ApiServer:
         assert self._socket is not None
         host, port = self._socket.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def start(self) -> None:
         """Listen. Raises `Unavailable` where the address is taken."""
@@ -335,6 +340,8 @@ class ApiServer:
             proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=None if self._tls is None else self._tls[0],
+            ssl_keyfile=None if self._tls is None else self._tls[1],
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._server = _Server(config)

@@ -49,6 +49,9 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Of this node, for placement.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory (default: DSEC_STATE, /var/lib/dsec).")
 @click.option("--on-exit", type=click.Choice(["keep", "destroy"]), default="keep", show_default=True)
+@click.option(
+    "--tls/--no-tls", default=None, help="HTTPS, with a certificate of its own (default: unless on loopback)."
+)
 def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: Any) -> int:
     """Run this node as an edge of a cluster, in the foreground.
 
@@ -76,12 +79,20 @@ def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: A
     type=click.Path(path_type=Path),
     help="A file that says how nodes for overflow are started and stopped: docs/DEPLOY.md.",
 )
-def apiserver(lost_after: float, replicas: int, overflow: Path | None, **options: Any) -> int:
+@click.option(
+    "--log-mib", type=click.IntRange(0), default=0, help="What logs may take in the servers; 0: all there is."
+)
+def apiserver(lost_after: float, replicas: int, overflow: Path | None, log_mib: int, **options: Any) -> int:
     """Run an apiserver of a cluster, in the foreground. It keeps nothing: any number may run, and any may die."""
     app = _app()
     return int(
         app.serve_api(
-            _joining(app, options), _listening(app, options), lost_s=lost_after, replicas=replicas, overflow=overflow
+            _joining(app, options),
+            _listening(app, options),
+            lost_s=lost_after,
+            replicas=replicas,
+            overflow=overflow,
+            log_bytes=log_mib << 20,
         )
     )
 
@@ -131,7 +142,7 @@ def _joining(app: Any, options: dict[str, Any]) -> Any:
 
 
 def _listening(app: Any, options: dict[str, Any]) -> Any:
-    names = ("host", "port", "advertise", "log_format", "log_level")
+    names = ("host", "port", "advertise", "tls", "log_format", "log_level")
     return app.Listening(**{name: options[name] for name in names if name in options})
 
 

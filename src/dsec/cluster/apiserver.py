@@ -2,8 +2,7 @@
 
 What names a sandbox goes to the edge in its id, streamed both ways and not looked into; creations go through placement;
 lists and batches are split and put together; keys and runs are the cluster's. Calls that name nothing of the kind
-(environments, layers, builds, the judge) go to any edge that is well: with a shared store it is all the same which.
-What isn't built is refused as `unsupported`.
+(environments, layers, builds, the judge) go to an edge that is well: with a shared store it is all the same which.
 """
 
 from __future__ import annotations
@@ -17,32 +16,39 @@ import msgspec
 
 from dsec.api.batch import MAX_ITEMS, BatchRequest, deadline, idempotency_key
 from dsec.api.control import KeyRequest, Keys, NewKey, RunList, RunRenewal, pair
-from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange, Receive, Scope, Send
+from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange, Receive, Scope, Send, headers_of
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.api.metrics import ServerMetrics, exposition
-from dsec.api.ports.hosts import find_any
+from dsec.api.ports.heads import credentials
+from dsec.api.ports.hosts import ENVD_PORT, find_any
+from dsec.api.ports.raw import RAW
 from dsec.api.quick import ShortWay
 from dsec.cluster.batches import Batches
 from dsec.cluster.creating import Creations
-from dsec.cluster.fanout import NDJSON, Fanout, edge_for
+from dsec.cluster.fanout import NDJSON, Fanout
+from dsec.cluster.foreign import Foreign
 from dsec.cluster.keys import Keys as KeyStore
+from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
+from dsec.cluster.routes import SANDBOXES
 from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.sockets import bridge
-from dsec.cluster.upstream import Upstream
+from dsec.cluster.tunnels import tunnel
+from dsec.cluster.upstream import PORT_KEY, Upstream
 from dsec.cluster.wire import Member
 from dsec.edge.client import Principal
 from dsec.edge.observed import Check, Readiness
 from dsec.edge.tally import Family, Sample
-from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, PermissionDenied, Unavailable, Unsupported
-from dsec.plan.watch import Health
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, PermissionDenied, SandboxLost, Unavailable
 from dsec.spec.runs import RunRequest
 from dsec.spec.sandbox import SandboxSpec
+from dsec.spec.trajectory import RebuildRequest
 
 OPERATOR = "default"
 """The project whose keys may look at nodes, cordon them, and make keys of other projects."""
-_SANDBOXES = "/v1/sandboxes/"
-_BATCHES = frozenset({"batch", "delete", "pause", "resume", "rebuild"})
+ENVD = b"%d-" % ENVD_PORT
+DRAIN_S = 300.0
+"""How long a drain waits for commands to end."""
 _SHARED = frozenset({"environments", "layers", "builds", "judge", "functions"})
 _SPEC = msgspec.json.Decoder(SandboxSpec)
 _BATCH = msgspec.json.Decoder(BatchRequest)
@@ -62,6 +68,7 @@ class ClusterApi:
         fanout: Fanout,
         keys: KeyStore,
         runs: ClusterRuns,
+        moves: Moves,
         version: str,
     ) -> None:
         self._nodes = nodes
@@ -71,10 +78,13 @@ class ClusterApi:
         self._fanout = fanout
         self._keys = keys
         self._runs = runs
+        self._moves = moves
+        self._foreign = Foreign(
+            nodes=nodes, upstream=upstream, creations=creations, fanout=fanout, keys=keys, moves=moves
+        )
         self.metrics = ServerMetrics(version)
-        self.ports = _NoPorts()
+        self.ports = _Ports()
         self.lanes: dict[bytes, ShortWay] = {}
-        self._turn = 0
         self._own: dict[str, Callable[[Exchange, str], Awaitable[None]]] = {
             "sandboxes": self._sandboxes,
             "named": self._named,
@@ -97,7 +107,10 @@ class ClusterApi:
         except DsecError as error:
             self.metrics.errors[error.code] += 1
             _log.log(logging.WARNING if error.infra else logging.DEBUG, "%s: %s", scope["path"], error)
-            await x.fail(error)
+            if RAW in scope:  # what follows on this connection may be no request
+                await x.answer(error.http_status, error.body(), *headers_of(error), (b"connection", b"close"))
+            else:
+                await x.fail(error)
         except ClientGone:
             pass
         except Exception:  # noqa: BLE001 (the last resort: answered, logged, counted as ours)
@@ -110,11 +123,12 @@ class ClusterApi:
 
     async def _route(self, x: Exchange) -> None:
         raw: str = x.scope["raw_path"].decode("ascii")
-        target = find_any(x.host)
-        if target is not None:
-            await self._upstream.forward(x, await self._nodes.find(edge_for(target), target), None)
-            return
-        if raw.startswith(_SANDBOXES):
+        named = find_any(x.host)
+        if named is not None and not x.host.startswith(ENVD):
+            await self._port(x, named)
+        elif self._foreign.claims(raw):
+            await self._foreign(x, raw)
+        elif raw.startswith(SANDBOXES):
             await self._sandbox(x, raw)
         elif raw.startswith("/v1/"):
             x.principal = await self._keys.authenticate(x.bearer())
@@ -127,7 +141,7 @@ class ClusterApi:
                 x.only("POST")
                 await self._fanout.exec(x, x.owner())
             elif name in _SHARED:
-                await self._upstream.forward(x, self._any(), x.owner())
+                await self._upstream.forward(x, self._foreign.any(name), x.owner())
             else:
                 raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
         elif raw == "/healthz":
@@ -139,55 +153,77 @@ class ClusterApi:
             await x.answer(200 if found.ok else 503, found)
         elif raw == "/openapi.json":
             x.only("GET")
-            await self._upstream.forward(x, self._any(), None)
+            await self._upstream.forward(x, self._foreign.any(raw), None)
         elif raw == "/metrics":
             x.only("GET")
             await self._metrics(x)
         else:
-            raise Unsupported(
-                "other people's clients (E2B, SWE-ReX) aren't served by an apiserver yet",
-                remedy="Use dsec's own client, or a server of one machine.",
-            )
+            raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
 
     async def _sandbox(self, x: Exchange, raw: str) -> None:
         """A call on one sandbox: its edge's business. A sandbox's token is for the edge to look at, too."""
-        sandbox_id = raw[len(_SANDBOXES) :].partition("/")[0]
+        sandbox_id, _, rest = raw[len(SANDBOXES) :].partition("/")
         bearer = x.bearer()
         principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
         x.principal = principal or Principal("", sandbox_id)
         await self._check_run(x)
-        await self._upstream.forward(x, await self._nodes.find(edge_for(sandbox_id), sandbox_id), principal)
+        try:
+            member = await self._moves.find(sandbox_id)
+        except SandboxLost:
+            if rest != "trajectory" or principal is None:
+                raise
+            await self._lost_trajectory(x, principal, sandbox_id)
+            return
+        edge = member.claim.edge
+        await self._upstream.forward(x, member, principal, elsewhere=lambda: self._moves.elsewhere(sandbox_id, edge))
+
+    async def _lost_trajectory(self, x: Exchange, principal: Principal, sandbox_id: str) -> None:
+        """GET .../trajectory of a sandbox whose node is lost: what the streams have."""
+        x.only("GET")
+        x.check_query("follow", "after")
+        after = x.natural("after") or 0
+        chain = await self._moves.chain(principal, sandbox_id)
+        body = b"".join(chain.lines[after:])
+        await x.begin(200, NDJSON, (b"content-length", b"%d" % len(body)))
+        await x.finish(body)
+
+    async def _port(self, x: Exchange, sandbox_id: str) -> None:
+        """A request for a port of a sandbox, by host name."""
+        shown = next((value for value in credentials(x.scope["headers"]) if value.startswith(b"dsk_")), None)
+        principal = await self._keys.authenticate(shown.decode("latin-1")) if shown is not None else None
+        member = await self._moves.find(sandbox_id)
+        if RAW in x.scope:
+            await tunnel(x, member, self._upstream.port_headers(x, member, principal))
+            return
+        edge = member.claim.edge
+        await self._upstream.forward(
+            x,
+            member,
+            principal,
+            key_header=PORT_KEY,
+            elsewhere=lambda: self._moves.elsewhere(sandbox_id, edge),
+        )
 
     async def _check_run(self, x: Exchange) -> None:
         speaks_for = x.run()
         if speaks_for is not None and x.principal is not None and x.principal.sandbox_id is None:
             await self._runs.check(x.principal.project, *speaks_for)
 
-    def _any(self) -> Member:
-        """An edge that is well, each in turn. Raises `Unavailable`."""
-        well = [each for each in self._nodes.alive() if self._nodes.health(each.claim.edge) is not Health.SILENT]
-        if not well:
-            raise Unavailable("no edge of the cluster can be reached now", remedy="Try again in a moment.")
-        self._turn += 1
-        return well[self._turn % len(well)]
-
-    async def _socket_target(self, scope: Scope) -> tuple[str, dict[str, str]]:
+    async def _socket_target(self, scope: Scope) -> tuple[Member, str, dict[str, str]]:
         """Where a WebSocket goes, and with which headers. Raises as `_sandbox`."""
         raw = scope["raw_path"].decode("ascii")
-        if not raw.startswith(_SANDBOXES):
+        if not raw.startswith(SANDBOXES):
             raise NotFound(f"no such path: {raw}", remedy="GET /openapi.json lists them")
-        sandbox_id = raw[len(_SANDBOXES) :].partition("/")[0]
+        sandbox_id = raw[len(SANDBOXES) :].partition("/")[0]
         headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-request-id")}
         bearer = headers.get(b"authorization", b"").decode("latin-1").partition(" ")[2].strip()
-        member = None
-        if not bearer.startswith("dst_"):
-            principal = await self._keys.authenticate(bearer)
-            member = await self._nodes.find(edge_for(sandbox_id), sandbox_id)
+        principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
+        member = await self._moves.find(sandbox_id)
+        if principal is not None:
             bearer = self._upstream.bearer(member, principal)
-        member = member or await self._nodes.find(edge_for(sandbox_id), sandbox_id)
         query = scope["query_string"].decode("latin-1")
         url = "ws" + member.url.removeprefix("http") + raw + ("?" + query if query else "")
-        return url, {"authorization": f"Bearer {bearer}"}
+        return member, url, {"authorization": f"Bearer {bearer}"}
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -206,10 +242,10 @@ class ClusterApi:
             resume = rest == ":resume"
             await x.answer(200, {"results": await self._fanout.pause(x, principal, resume=resume)})
         elif rest == ":rebuild":
-            raise Unsupported(
-                "rebuilding isn't there in a cluster yet: trajectories are on their nodes",
-                remedy="Create the sandbox again.",
-            )
+            asked = x.decode(msgspec.json.Decoder(RebuildRequest), await x.body())
+            answer = await self._moves.rebuild(principal, asked)
+            await x.begin(answer.status, b"application/json", (b"content-length", b"%d" % len(answer.body)))
+            await x.finish(answer.body)
         else:
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
 
@@ -300,11 +336,16 @@ class ClusterApi:
             x.only("GET", "POST")
             await x.answer(200, Keys(self._keys.list(principal.project)))
 
-    async def _node(self, x: Exchange, _: str) -> None:
-        raise Unsupported("a cluster has many nodes", remedy="GET /v1/nodes lists them.")
+    async def _node(self, x: Exchange, rest: str) -> None:
+        """`/v1/node`: the cluster as if it were one."""
+        if rest:
+            raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
+        x.only("GET")
+        x.check_query()
+        await x.answer(200, await self._fanout.node(x.owner()))
 
     async def _node_calls(self, x: Exchange, rest: str) -> None:
-        """`/v1/nodes`, `/v1/nodes/{edge}/cordon`, `.../uncordon`"""
+        """`/v1/nodes`, `/v1/nodes/{edge}/cordon`, `.../uncordon`, `.../drain`"""
         if x.owner().project != OPERATOR:
             raise PermissionDenied(f"nodes are for keys of the project {OPERATOR!r}")
         if not rest:
@@ -312,10 +353,24 @@ class ClusterApi:
             await x.answer(200, {"nodes": [self._describe(member) for member in self._nodes.members()]})
             return
         number, _, verb = rest.partition("/")
-        if not number.isdigit() or len(number) > 5 or verb not in ("cordon", "uncordon"):
+        if not number.isdigit() or len(number) > 5 or verb not in ("cordon", "uncordon", "drain"):
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
         x.only("POST")
+        if verb == "drain":
+            await self._drain(x, int(number))
+            return
         await x.answer(200, self._describe(await self._nodes.cordon(int(number), verb == "cordon")))
+
+    async def _drain(self, x: Exchange, edge: int) -> None:
+        """NDJSON: what became of each sandbox, as it is known."""
+        x.check_query("deadline_s")
+        wait_s = deadline(x)
+        held = HeldAnswer(x, NDJSON)
+        async with held:
+            async for result in self._moves.drain(edge, DRAIN_S if wait_s is None else wait_s):
+                held.push(msgspec.json.encode(result) + b"\n")
+                await held.flush()
+            await held.finish()
 
     def _describe(self, member: Member) -> dict[str, Any]:
         claim = member.claim
@@ -326,6 +381,7 @@ class ClusterApi:
             "health": "lost" if claim.lost else self._nodes.health(claim.edge).value,
             "cordoned": member.cordoned,
             "url": member.url,
+            "unshipped": self._nodes.unshipped.get(claim.edge, 0),
             "backends": list(member.facts.backends),
             "labels": member.facts.labels,
             "live": report.live if report is not None else 0,
@@ -338,7 +394,7 @@ class ClusterApi:
 
     def _readiness(self) -> Readiness:
         try:
-            self._any()
+            self._foreign.any("")
         except Unavailable as error:
             return Readiness(False, [Check(name="edges", ok=False, detail=error.message)])
         return Readiness(True, [Check(name="edges", ok=True)])
@@ -361,9 +417,9 @@ class ClusterApi:
         await x.finish(body)
 
 
-class _NoPorts:
-    """WebSockets by host name aren't passed on as bytes here."""
+class _Ports:
+    """WebSockets by host name are passed on as bytes."""
 
     @staticmethod
     def claims(host: bytes) -> bool:
-        return False
+        return find_any(host) is not None and not host.startswith(ENVD)

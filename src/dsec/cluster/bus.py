@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +20,21 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, StorageType
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    KeyValueConfig,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import (
     BucketNotFoundError,
     KeyDeletedError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
+    NotFoundError,
 )
 from nats.js.kv import KeyValue
 
@@ -33,7 +43,11 @@ from dsec.errors import Unavailable
 
 T = TypeVar("T")
 ASK_S = 5.0
+PATIENCE_S = 30.0
+"""For what a server has to have before anything works."""
 PENDING_BYTES = 8 << 20
+READ_STEP = 256
+"""Messages of a stream that are asked for at once."""
 log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
 
@@ -67,28 +81,77 @@ class Bus:
             raise Unavailable(f"nobody answered at {subject}: {error or type(error).__name__}") from error
         return answer.data
 
+    async def append(self, subject: str, data: bytes) -> None:
+        """Into the stream that takes this subject; returns when a majority of the servers has it. Raises `Unavailable`:
+        it may be there all the same."""
+        try:
+            await self._stream.publish(subject, data, timeout=ASK_S)
+        except (NatsError, TimeoutError, OSError) as error:
+            raise Unavailable(f"nothing took {subject}: {error or type(error).__name__}") from error
+
+    async def stream(self, name: str, subjects: str, *, replicas: int, keep_s: float, most_bytes: int) -> None:
+        """A stream, made where it isn't there; a full one takes nothing more. Raises `Unavailable`."""
+        config = StreamConfig(
+            name=name,
+            subjects=[subjects],
+            num_replicas=replicas,
+            max_age=keep_s,
+            max_bytes=most_bytes,
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.NEW,
+        )
+
+        async def look_or_make() -> object:
+            try:
+                return await self._stream.stream_info(name)
+            except NotFoundError:
+                return await self._stream.add_stream(config)
+
+        await _patiently(name, look_or_make)
+
+    async def read(self, stream: str, subject: str) -> list[bytes]:
+        """All that a stream has of a subject now, in its order. Raises `Unavailable`."""
+        found: list[bytes] = []
+        try:
+            config = ConsumerConfig(
+                ack_policy=AckPolicy.NONE,
+                deliver_policy=DeliverPolicy.ALL,
+                filter_subject=subject,
+                inactive_threshold=30.0,
+                num_replicas=1,
+                mem_storage=True,
+            )
+            info = await self._stream.add_consumer(stream, config)
+            left = int(info.num_pending or 0)
+            reading = await self._stream.pull_subscribe_bind(info.name, stream=stream)
+            try:
+                while left > 0:
+                    some = await reading.fetch(min(left, READ_STEP), timeout=ASK_S)
+                    found += [message.data for message in some]
+                    left -= len(some)
+            finally:
+                with contextlib.suppress(NatsError, TimeoutError):
+                    await reading.unsubscribe()
+                    await self._stream.delete_consumer(stream, info.name)
+        except (NatsError, TimeoutError, OSError) as error:
+            raise Unavailable(f"the stream {stream!r} can't be read: {error or type(error).__name__}") from error
+        return found
+
     async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]], *, group: str = "") -> None:
         """Call `heard` for what comes; of a `group` one hears each. It must not raise."""
         await self._client.subscribe(subject, queue=group, cb=heard)
 
     async def bucket(self, name: str, kind: type[T], *, replicas: int, ttl_s: float | None = None) -> Bucket[T]:
         """A key-value bucket, made where it isn't there. Raises `Unavailable`."""
-        try:
+        config = KeyValueConfig(bucket=name, history=1, ttl=ttl_s, replicas=replicas, storage=StorageType.FILE)
+
+        async def open_or_make() -> KeyValue:
             try:
-                store = await self._stream.key_value(name)
+                return await self._stream.key_value(name)
             except BucketNotFoundError:
-                store = await self._stream.create_key_value(
-                    KeyValueConfig(
-                        bucket=name,
-                        history=1,
-                        ttl=ttl_s,
-                        replicas=replicas,
-                        storage=StorageType.FILE,
-                    )
-                )
-        except (NatsError, TimeoutError) as error:
-            raise Unavailable(f"the bucket {name!r} isn't there: {error or type(error).__name__}") from error
-        return Bucket(store, kind)
+                return await self._stream.create_key_value(config)
+
+        return Bucket(await _patiently(name, open_or_make), kind)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -208,6 +271,19 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
     bus = Bus(client, urls)
     made.append(bus)
     return bus
+
+
+async def _patiently(name: str, make: Callable[[], Awaitable[T]]) -> T:
+    """Several times: the servers may just be choosing who leads, or somebody else be making the same. Raises
+    `Unavailable`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await make()
+        except (NatsError, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{name!r} isn't there: {error or type(error).__name__}") from error
+        await asyncio.sleep(0.5)
 
 
 def _unavailable(error: Exception) -> Unavailable:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from msgspec import Struct
 from multidict import CIMultiDict
 
 from dsec.cluster.asking import Answered, ask_of, comes_again, digest_of, record_key
@@ -36,6 +37,13 @@ from dsec.spec.sandbox import SandboxSpec
 DEADLINE_S = 60.0
 RETRY_S = 0.3
 _encode = msgspec.json.Encoder().encode
+
+
+class Form(Struct, frozen=True):
+    """A creation as another's client wrote it, for the edge to read; its key goes as `Idempotency-Key`."""
+
+    target: str
+    body: bytes
 
 
 class Creations:
@@ -98,26 +106,33 @@ class Creations:
     # --- one --------------------------------------------------------------------------------------------------------
 
     async def one(
-        self, principal: Principal, spec: SandboxSpec, *, key: str | None, deadline_s: float | None
+        self,
+        principal: Principal,
+        spec: SandboxSpec,
+        *,
+        key: str | None,
+        deadline_s: float | None,
+        form: Form | None = None,
     ) -> Answered:
-        """A single creation. Raises `Unsupported`, `AdmissionTimeout`, `Conflict`, `QuotaExceeded`, `Unavailable`."""
+        """A single creation. `form`: how it is put to the edge, where `spec` says only what it needs.
+        Raises `Unsupported`, `AdmissionTimeout`, `Conflict`, `QuotaExceeded`, `Unavailable`."""
         self.nodes.alive()  # raises before the nodes are known
         deadline = time.monotonic() + (DEADLINE_S if deadline_s is None else deadline_s)
         name = record_key(principal.project, spec, key)
         key = key if key is not None else secrets.token_urlsafe(24)
-        body = _encode(spec)
+        body = _encode(spec) if form is None else form.body
         digest, named = digest_of(body), spec.name is not None
         job = self.records.unwritten(principal, name, digest)
         while True:
             try:
-                return await self._attempt(job, spec, body, key, deadline)
+                return await self._attempt(job, spec, form or Form("", body), key, deadline)
             except Taken:
                 await asyncio.sleep(RETRY_S)
             except Known:
                 pass
             job = await self.records.own(principal, name, digest, named=named)
 
-    async def _attempt(self, job: Job, spec: SandboxSpec, body: bytes, key: str, deadline: float) -> Answered:
+    async def _attempt(self, job: Job, spec: SandboxSpec, form: Form, key: str, deadline: float) -> Answered:
         done: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         last: list[Answered] = []
 
@@ -140,7 +155,7 @@ class Creations:
                 end(error)
                 return
             try:
-                answer = await self._send_one(job, each, spec, body, key, deadline, last)
+                answer = await self._send_one(job, each, spec, form, key, deadline, last)
             except DsecError as error:
                 end(error)
                 return
@@ -159,7 +174,7 @@ class Creations:
         job: Job,
         order: Order,
         spec: SandboxSpec,
-        body: bytes,
+        form: Form,
         key: str,
         deadline: float,
         last: list[Answered],
@@ -173,11 +188,14 @@ class Creations:
             try:
                 member = self.nodes.member(edge, "")
                 headers = self.headers(member, job.principal, spec.run, 1)
-                async with self.upstream.ask(member, "POST", target, headers=headers, data=body) as response:
+                if form.target:
+                    target, headers["idempotency-key"] = form.target, key
+                async with self.upstream.ask(member, "POST", target, headers=headers, data=form.body) as response:
                     answer = Answered(response.status, await response.read())
                     if REFUSED in response.headers:
                         job.doubt.discard(edge)
-                        last.append(answer)
+                        if answer.status != 503 or not last:  # a node that refused once takes nothing of it again
+                            last.append(answer)
                         return None
                     if not comes_again(answer):
                         return answer

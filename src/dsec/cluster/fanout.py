@@ -7,7 +7,7 @@ sandboxes are still there; a lost node's are not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -17,42 +17,41 @@ from multidict import CIMultiDict
 from dsec.api.batch import DeleteRequest, ExecBatch, ExecItem, ExecResult, PauseRequest
 from dsec.api.exchange import MAX_BATCH_BYTES, Exchange
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
+from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.upstream import NotSent, Upstream
 from dsec.cluster.wire import Member
-from dsec.edge.client import Page, Principal
+from dsec.edge.client import NodeInfo, Page, Principal
 from dsec.errors import DsecError, ErrorBody, InvalidRequest, SandboxNotFound, from_body
-from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import SandboxInfo
 
 NDJSON = b"application/x-ndjson"
+LOOK_WIDTH = 64
+"""Sandboxes of lost nodes that are looked up at the same time."""
+_SUMS = (
+    "live", "starting", "queued", "ending", "max_live", "max_starting", "memory_committed_bytes",
+    "memory_capacity_bytes", "disk_free_bytes", "created_total", "failed_total", "stuck",
+)  # fmt: skip
+_node = msgspec.json.Decoder(NodeInfo).decode
 _encode = msgspec.json.Encoder().encode
 _page = msgspec.json.Decoder(Page).decode
 _result = msgspec.json.Decoder(ExecResult).decode
 _error = msgspec.json.Decoder(ErrorBody).decode
 
 
-def edge_for(sandbox_id: str) -> int:
-    """The edge that an id names. Raises `SandboxNotFound` for what is no id."""
-    edge = edge_of(sandbox_id)
-    if edge is None:
-        raise SandboxNotFound(
-            f"there is no sandbox {sandbox_id[:64]}", remedy="Records of ended sandboxes are kept for a day."
-        )
-    return edge
-
-
 class Fanout:
     """For the event loop."""
 
-    def __init__(self, nodes: Nodes, upstream: Upstream) -> None:
+    def __init__(self, nodes: Nodes, upstream: Upstream, moves: Moves) -> None:
+        self._moves = moves
         self._nodes = nodes
         self._upstream = upstream
 
     async def page(self, principal: Principal, query: Sequence[tuple[str, str]], limit: int, after: str | None) -> Page:
-        """A page, in the order of ids, which is that of the edges. Raises `Unavailable`."""
+        """A page, in the order of the edges and then of ids: that of ids, but for sandboxes that moved. Raises
+        `Unavailable`."""
         found: list[SandboxInfo] = []
-        first = edge_for(after) if after is not None else 0
+        first = self._moves.edge_of(after) if after is not None else 0
         for member in self._nodes.alive():
             edge = member.claim.edge
             if edge < first:
@@ -65,6 +64,19 @@ class Fanout:
             if len(found) >= limit:
                 return Page(sandboxes=found, next=found[-1].id)
         return Page(sandboxes=found)
+
+    async def node(self, principal: Principal) -> NodeInfo:
+        """All nodes as if they were one: counts are sums, `backends` are those that any has. Raises `Unavailable`."""
+        members = self._nodes.alive()
+        answers = await asyncio.gather(*(self._whole(member, "GET", "/v1/node", principal) for member in members))
+        infos = [_node(answer) for answer in answers]
+        sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMS}
+        return NodeInfo(
+            edge=0,
+            backends={name: epoch for info in infos for name, epoch in info.backends.items()},
+            started_at=min((info.started_at for info in infos), default=0.0),
+            **sums,
+        )
 
     async def named(self, principal: Principal, run: str, name: str) -> SandboxInfo:
         """Whoever has it. Raises `SandboxNotFound`, `Unavailable`."""
@@ -103,14 +115,13 @@ class Fanout:
     async def _by_edge(self, principal: Principal, target: str, ids: Sequence[str]) -> list[dict[str, object]]:
         """A call that takes ids and gives results: each edge gets its own; the results are in the order given."""
         results: dict[str, dict[str, object]] = {}
-        groups: dict[int, list[str]] = {}
-        for each in ids:
-            edge = edge_of(each)
-            groups.setdefault(-1 if edge is None else edge, []).append(each)
+        groups, errors = await self._located(ids)
+        for each, error in errors.items():
+            results[each] = {"id": each, "error": msgspec.to_builtins(error.body())}
 
-        async def one(edge: int, some: list[str]) -> None:
+        async def one(some: list[str]) -> None:
             try:
-                member = await self._nodes.find(edge, some[0])
+                member = await self._moves.find(some[0])
                 answer = await self._whole(member, "POST", target, principal, _encode({"ids": some}))
                 for item in msgspec.json.decode(answer)["results"]:
                     results[item["id"]] = item
@@ -118,20 +129,45 @@ class Fanout:
                 for each in some:
                     results[each] = {"id": each, "error": msgspec.to_builtins(error.body())}
 
-        await asyncio.gather(*(one(edge, some) for edge, some in groups.items()))
+        await asyncio.gather(*(one(some) for some in groups.values()))
         return [results[each] for each in ids]
+
+    async def _located(self, ids: Iterable[str]) -> tuple[dict[int, list[str]], dict[str, DsecError]]:
+        """Sandboxes by the node to ask, and why others can't be asked of."""
+        groups: dict[int, list[str]] = {}
+        errors: dict[str, DsecError] = {}
+
+        async def locate(sandbox_id: str) -> None:
+            try:
+                groups.setdefault((await self._moves.find(sandbox_id)).claim.edge, []).append(sandbox_id)
+            except DsecError as error:
+                errors[sandbox_id] = error
+
+        lost = []
+        for each in dict.fromkeys(ids):
+            if self._moves.is_at_once(each):
+                await locate(each)
+            else:
+                lost.append(each)
+        for start in range(0, len(lost), LOOK_WIDTH):
+            await asyncio.gather(*map(locate, lost[start : start + LOOK_WIDTH]))
+        return groups, errors
 
     async def exec(self, x: Exchange, principal: Principal) -> None:
         """POST /v1/exec:batch: lines as they come from the edges."""
         x.check_query()
         items = x.decode(msgspec.json.Decoder(ExecBatch), await x.body(MAX_BATCH_BYTES)).items
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        at, errors = await self._located(item.sandbox for item in items)
+        edges = {sandbox_id: edge for edge, some in at.items() for sandbox_id in some}
         groups: dict[int, list[ExecItem]] = {}
         for place, item in enumerate(items):
-            edge = edge_of(item.sandbox)
             numbered = msgspec.structs.replace(item, index=place if item.index is None else item.index)
-            groups.setdefault(-1 if edge is None else edge, []).append(numbered)
-        lines: asyncio.Queue[bytes] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._exec_at(principal, edge, some, lines)) for edge, some in groups.items()]
+            if item.sandbox in errors:
+                self._fail({numbered.index: numbered}, errors[item.sandbox], lines)
+            else:
+                groups.setdefault(edges[item.sandbox], []).append(numbered)
+        tasks = [asyncio.create_task(self._exec_at(principal, some, lines)) for some in groups.values()]
         try:
             held = HeldAnswer(x, NDJSON, hold_s=GROUP_HOLD_S)
             async with held:
@@ -144,14 +180,12 @@ class Fanout:
             for task in tasks:
                 task.cancel()  # the commands go on
 
-    async def _exec_at(
-        self, principal: Principal, edge: int, items: list[ExecItem], lines: asyncio.Queue[bytes]
-    ) -> None:
+    async def _exec_at(self, principal: Principal, items: list[ExecItem], lines: asyncio.Queue[bytes]) -> None:
         """One edge's part; attached to again after a cut, for every command has a key."""
         waiting = {item.index: item for item in items}
         while waiting:
             try:
-                member = await self._nodes.find(edge, items[0].sandbox)
+                member = await self._moves.find(items[0].sandbox)
                 headers = CIMultiDict(
                     {
                         "authorization": f"Bearer {self._upstream.bearer(member, principal)}",
@@ -169,8 +203,7 @@ class Fanout:
                         if waiting.pop(result.index, None) is not None:
                             lines.put_nowait(line)
             except (NotSent, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-                lost = self._upstream.unreachable(self._nodes.member(edge, items[0].sandbox), error)
-                self._fail(waiting, lost, lines)
+                self._fail(waiting, self._upstream.unreachable(member, error), lines)
             except DsecError as error:
                 self._fail(waiting, error, lines)
 

@@ -57,8 +57,15 @@ class Carried(Protocol):
 class Membership:
     """One process's membership; `run` until it ends."""
 
-    def __init__(self, edge: Carried, bus: Bus, facts: NodeFacts, *, url: str, state: Path) -> None:
-        """`url`: where apiservers reach this edge."""
+    def __init__(
+        self, edge: Carried, bus: Bus, facts: NodeFacts, *, url: str, state: Path, certificate: str = ""
+    ) -> None:
+        """`url`: where apiservers reach this edge, which shows a `certificate` of this digest there."""
+        self.joined: Callable[[Joined], None] = lambda joined: None
+        """Called after each join."""
+        self.unshipped: Callable[[], int] = lambda: 0
+        """How many logs aren't in the cluster to their end."""
+        self._certificate = certificate
         self.facts = facts
         self.instance = f"e{facts.edge}-{secrets.token_hex(6)}"
         self.claim: Claim | None = None
@@ -112,6 +119,7 @@ class Membership:
             had=self._had(),
             url=self._url,
             secret=self._secret,
+            certificate=self._certificate,
         )
         while True:
             try:
@@ -133,6 +141,7 @@ class Membership:
         replace_file(self._path, _encode(Disk(joined.claim.incarnation)))
         self.claim = joined.claim
         self.taken.clear()
+        self.joined(joined)
         log.info("edge %d serves, incarnation %d", self.facts.edge, joined.claim.incarnation)
 
     async def _beat(self) -> None:
@@ -145,7 +154,7 @@ class Membership:
             self._details = details
             self._detail_number += 1
         said_now = brief(report) if same else report
-        beat = Heartbeat(said_now, time.time(), self._detail_number, same)
+        beat = Heartbeat(said_now, time.time(), self._detail_number, same, self.unshipped())
         await self._bus.publish(f"dsec.beat.{self.facts.edge}", beat)
         said = dict(self.taken)
         deadline = time.monotonic() + BEAT_S

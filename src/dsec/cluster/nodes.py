@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from dsec.cluster.bus import Bucket, Bus
+from dsec.cluster.logs import SHARDS
 from dsec.cluster.wire import Heartbeat, Join, Joined, Member, Ping
 from dsec.errors import Conflict, DsecError, SandboxLost, SandboxNotFound, Unavailable
 from dsec.plan.fencing import Return, claim, fence, serves
@@ -43,6 +44,8 @@ class Nodes:
         self._members = members
         self._known: dict[int, Member] = {}
         self._skew: dict[int, float] = {}
+        self.unshipped: dict[int, int] = {}
+        """By edge: logs that would be lost with it, in part."""
         self._said: dict[int, tuple[str, int]] = {}
         """Whose details, and which of them, the last report of an edge had."""
         self._absent: dict[int, float] = {}
@@ -154,12 +157,13 @@ class Nodes:
             facts=asked.facts,
             url=asked.url,
             secret=asked.secret,
+            certificate=asked.certificate,
             cordoned=record.cordoned if record is not None else False,
         )
         if await self._members.put_if(str(edge), revision, member) is None:
             raise Unavailable("its record changed meanwhile")
         log.info("edge %d joins at %s: incarnation %d, %s", edge, asked.url, new.incarnation, how.value)
-        return Joined(claim=new, end_all=how is Return.END_ALL)
+        return Joined(claim=new, end_all=how is Return.END_ALL, shards=SHARDS)
 
     async def _answers(self, edge: int) -> bool:
         """Whether a process serves as this edge now."""
@@ -214,6 +218,7 @@ class Nodes:
             report = filled(report, last)
         self._said[report.edge] = said
         self._skew[report.edge] = beat.now - time.time()
+        self.unshipped[report.edge] = beat.unshipped
         self.scheduler.hear(report, time.monotonic())
         self.changed()
 

@@ -11,6 +11,8 @@ import aiohttp
 import msgspec
 
 from dsec.api.exchange import Receive, Scope, Send
+from dsec.cluster.upstream import trust_of
+from dsec.cluster.wire import Member
 from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
 
 _CUT = 4000
@@ -18,22 +20,24 @@ _line = msgspec.json.Encoder().encode
 
 
 async def bridge(
-    scope: Scope, receive: Receive, send: Send, target: Callable[[Scope], Awaitable[tuple[str, dict[str, str]]]]
+    scope: Scope, receive: Receive, send: Send, target: Callable[[Scope], Awaitable[tuple[Member, str, dict[str, str]]]]
 ) -> None:
     """Connect to the URL of `target` (which raises what refuses the caller), and pass messages."""
     await receive()  # "connect"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
     async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
         try:
-            url, headers = await target(scope)
+            member, url, headers = await target(scope)
             try:
-                upstream = await session.ws_connect(url, headers=headers, max_msg_size=0, autoping=True)
+                upstream = await session.ws_connect(
+                    url, headers=headers, max_msg_size=0, autoping=True, ssl=trust_of(member)
+                )
             except aiohttp.WSServerHandshakeError as error:
                 raise _refusal(error) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise Unavailable(f"the edge can't be reached now: {error}") from error
         except DsecError as error:
-            await _refuse(send, error)
+            await refuse(send, error)
             return
         await send({"type": "websocket.accept"})
         await _pass(upstream, receive, send)
@@ -78,7 +82,8 @@ def _refusal(error: aiohttp.WSServerHandshakeError) -> DsecError:
     return Unavailable(f"the edge answered {error.status}")
 
 
-async def _refuse(send: Send, error: DsecError) -> None:
+async def refuse(send: Send, error: DsecError) -> None:
+    """Answer a WebSocket's handshake with an error."""
     body = _line(error.body())
     headers = [
         (b"content-type", b"application/json"),

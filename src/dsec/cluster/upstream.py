@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -23,6 +23,10 @@ from dsec.edge.client import Principal
 from dsec.errors import DsecError, SandboxLost, Unavailable
 
 CONNECT_S = 3.0
+PORT_KEY = "x-dsec-token"
+"""Where a credential of ours stands in a request for a port."""
+ABSENT = "x-dsec-absent"
+"""In an edge's answer: it doesn't have the sandbox that the request names, and another may."""
 _HOP = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-authorization"}
 )
@@ -85,8 +89,13 @@ class Upstream:
                 headers=headers,
                 data=data,
                 allow_redirects=False,
+                ssl=trust_of(member),
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except (
+            aiohttp.ClientConnectorError,
+            aiohttp.ConnectionTimeoutError,
+            aiohttp.ServerFingerprintMismatch,
+        ) as error:
             raise NotSent(str(error)) from error
         try:
             yield response
@@ -118,35 +127,45 @@ class Upstream:
             return SandboxLost(f"edge {edge} was lost", remedy="Create it again; this was the platform's fault.")
         return Unavailable(f"edge {edge} can't be reached now: {str(error)[:200]}", remedy="Try again in a moment.")
 
-    async def forward(self, x: Exchange, member: Member, principal: Principal | None) -> None:
+    async def status(self, member: Member, target: str) -> int:
+        """What a GET without credentials is answered with; the rest isn't read. Raises `Unavailable`."""
+        try:
+            async with self.ask(member, "GET", target, headers=CIMultiDict()) as response:
+                response.close()
+                return response.status
+        except (NotSent, aiohttp.ClientError, OSError) as error:
+            raise self.unreachable(member, error) from error
+
+    async def forward(
+        self,
+        x: Exchange,
+        member: Member,
+        principal: Principal | None,
+        *,
+        key_header: str = "authorization",
+        body: bytes | None = None,
+        elsewhere: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         """Pass a whole request on, and its answer back. `principal` None: the caller's own credentials are the edge's
-        to look at."""
+        to look at; else our word for it goes in `key_header`. `body`: where it was read already. `elsewhere`: asked
+        where the edge doesn't have what is asked of; if it says so the caller is told to come again (`Unavailable`)."""
         scope = x.scope
-        headers: CIMultiDict[str] = CIMultiDict()
-        for name, value in scope["headers"]:
-            if name in _HOP or name in _OURS:
-                continue
-            headers.add(name.decode("latin-1"), value.decode("latin-1"))
-        headers["x-request-id"] = x.request_id.decode("latin-1")
-        if principal is not None:
-            headers["authorization"] = f"Bearer {self.bearer(member, principal)}"
-        elif x.authorization:
-            headers["authorization"] = x.authorization.decode("latin-1")
-        if x.content_length is not None:
-            headers["content-length"] = str(x.content_length)
         target = scope["raw_path"].decode("ascii")
         if scope["query_string"]:
             target += "?" + scope["query_string"].decode("latin-1")
         taken = asyncio.Event()
-        body = None
-        if scope["method"] in ("GET", "HEAD") or x.content_length == 0:
+        data: bytes | AsyncIterator[bytes] | None = body
+        if body is not None or scope["method"] in ("GET", "HEAD") or x.content_length == 0:
             taken.set()
         else:
-            body = _body(x, taken)
+            data = _body(x, taken)
+        headers = self._headers(x, member, principal, key_header)
         try:
-            async with self.ask(member, scope["method"], target, headers=headers, data=body) as response:
+            async with self.ask(member, scope["method"], target, headers=headers, data=data) as response:
                 if response.status == 401 and principal is not None:
                     raise _unknown(member)
+                if elsewhere is not None and ABSENT in response.headers and await elsewhere():
+                    raise Unavailable("this sandbox has just moved to another node", remedy="Try again at once.")
                 await _answer(x, response, taken)
         except NotSent as error:
             raise self.unreachable(member, error) from error
@@ -154,6 +173,33 @@ class Upstream:
             if isinstance(error.__cause__ or error.__context__, ClientGone):
                 raise ClientGone from error
             await x.cut()
+
+    def port_headers(self, x: Exchange, member: Member, principal: Principal | None) -> CIMultiDict[str]:
+        """Of a request for a port by host name."""
+        return self._headers(x, member, principal, PORT_KEY)
+
+    def _headers(self, x: Exchange, member: Member, principal: Principal | None, key_header: str) -> CIMultiDict[str]:
+        headers: CIMultiDict[str] = CIMultiDict()
+        for name, value in x.scope["headers"]:
+            if name in _HOP or name in _OURS or (principal is not None and value.startswith(b"dsk_")):
+                continue
+            headers.add(name.decode("latin-1"), value.decode("latin-1"))
+        headers["x-request-id"] = x.request_id.decode("latin-1")
+        if x.authorization and (principal is None or key_header != "authorization"):
+            headers["authorization"] = x.authorization.decode("latin-1")
+        if principal is not None:
+            word = self.bearer(member, principal)
+            headers[key_header] = f"Bearer {word}" if key_header == "authorization" else word
+            if key_header != "authorization" and x.bearer().startswith("dsk_"):
+                del headers["authorization"]
+        if x.content_length is not None:
+            headers["content-length"] = str(x.content_length)
+        return headers
+
+
+def trust_of(member: Member) -> aiohttp.Fingerprint | bool:
+    """The one certificate that an edge may show: the one that it named when it joined."""
+    return aiohttp.Fingerprint(bytes.fromhex(member.certificate)) if member.certificate else True
 
 
 def _unknown(member: Member) -> Unavailable:

@@ -47,6 +47,10 @@ class Join(Struct, frozen=True, kw_only=True, omit_defaults=True):
     secret: Annotated[str, Meta(min_length=32, max_length=128)]
     free: Free = ""
     """Only if the number is."""
+    certificate: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """SHA-256 of the one that it shows there, for https; apiservers take no other."""
+    v: int = 1
+    """Of this wire. A later version adds fields, which an earlier one passes over; it may be one ahead or behind."""
 
 
 class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +61,8 @@ class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
     fatal: bool = False
     """Trying again is in vain."""
+    shards: Natural = 0
+    """Streams that take logs (`logs.py`); 0: an apiserver that knows of none."""
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -66,6 +72,7 @@ class Member(Struct, frozen=True, kw_only=True):
     facts: NodeFacts
     url: str
     secret: str
+    certificate: str = ""
     cordoned: bool = False
 
 
@@ -119,6 +126,8 @@ class Heartbeat(Struct, frozen=True):
     were, beats leave them out. Whoever doesn't have those of this number asks at `dsec.edge.<edge>.tell`."""
     brief: bool = False
     """They were left out."""
+    unshipped: Natural = 0
+    """Logs that aren't in the cluster to their end."""
 
 
 _encode = msgspec.json.Encoder().encode

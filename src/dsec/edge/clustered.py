@@ -5,14 +5,22 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 from msgspec import Struct
 
 from dsec.edge.access import Access
-from dsec.edge.client import Principal
+from dsec.edge.client import EdgeClient, Principal
+from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
+from dsec.edge.moving import Moving
+from dsec.edge.naming import Naming
 from dsec.edge.runs import Runs
 from dsec.edge.settling import end_all
+from dsec.edge.trajectory import Trajectories
+from dsec.journal.records import Journal
+from dsec.journal.state_dir import StateDir
+from dsec.ports import Backend
 from dsec.spec.causes import Cause
 from dsec.spec.runs import RunInfo
 
@@ -34,8 +42,14 @@ class Clustered:
     """A part of `dsec.edge.node.Edge`."""
 
     _access: Access
+    _backends: dict[str, Backend]
+    _config: EdgeConfig
+    _journal: Journal
     _lives: Lives
+    _naming: Naming
     _runs: Runs
+    _state: StateDir
+    _trajectories: Trajectories
 
     def trust(self, asserted: Callable[[str], Principal]) -> None:
         """From now on callers are who an apiserver says they are (`asserted` raises `Unauthenticated`); API keys of
@@ -45,6 +59,27 @@ class Clustered:
     def hear_run(self, project: str, run: RunInfo) -> None:
         """The cluster's record of a run."""
         self._runs.hear(project, run)
+
+    def moving(self) -> Moving:
+        """Sandboxes that come from other nodes, and those that leave."""
+        return Moving(
+            cast("EdgeClient", self),
+            number=self._state.edge,
+            lives=self._lives,
+            naming=self._naming,
+            trajectories=self._trajectories,
+            journal=self._journal,
+            backends=self._backends,
+            config=self._config,
+        )
+
+    def logs(self) -> tuple[Trajectories, bytes]:
+        """The logs of its sandboxes, and the node's key."""
+        return self._trajectories, self._state.key
+
+    def live(self) -> list[str]:
+        """Ids of its sandboxes."""
+        return list(self._lives.sandboxes)
 
     async def end_lost(self, timeout_s: float) -> bool:
         """End all sandboxes: the cluster has declared them lost. False where some are still there after `timeout_s`;

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from typing import Any
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
@@ -66,7 +67,7 @@ class Command:
         self.entry = 0
         """Number of its `exec` in the trajectory; 0 where an earlier edge wrote it for a command without a key."""
         self.recorder: Recorder | None = None
-        self.durable: asyncio.Future[None] | None = None
+        self.durable: asyncio.Future[Any] | None = None
         """Its result is on disk, where the sandbox wants that."""
 
     def live(self) -> Operation:

@@ -119,7 +119,7 @@ class FileCalls:
     ) -> None:
         self._trajectories.file(sandbox_id, kind, {"path": _name(path), **data}, content)
         if self._syncs(sandbox_id):
-            await self._trajectories.store.synced()
+            await self._trajectories.settled(sandbox_id)
 
 
 def _name(path: bytes) -> str:

@@ -28,7 +28,7 @@ from dsec.journal.records import BatchRecord, Journal, Record
 from dsec.journal.state_dir import StateDir
 from dsec.ports import Backend, Clock
 from dsec.spec.causes import Cause
-from dsec.spec.ids import EPOCH_MASK, SandboxId, decode_id, encode_id
+from dsec.spec.ids import EPOCH_MASK, SandboxId, decode_id, edge_of, encode_id
 from dsec.spec.sandbox import SandboxSpec, State
 
 _BREATH = 128
@@ -120,6 +120,14 @@ class Naming:
             if index % _BREATH == _BREATH - 1:
                 await asyncio.sleep(0)
                 resolved.clear()  # what a name means may have changed
+
+    async def create_as(self, sandbox_id: str, spec: SandboxSpec, project: str) -> Created:
+        """One that another node had, under the id that it has. Raises `Conflict` where this node has had it: there are
+        a log and a record of it here."""
+        await learn([spec], project, self._backends)
+        if sandbox_id in self._lives.sandboxes or self._journal.get(sandbox_id) is not None:
+            raise Conflict(f"this node has had sandbox {sandbox_id} before", remedy="Rebuild it on another node.")
+        return await asyncio.shield(self._request(spec, project, None, sandbox_id, fresh=True))
 
     def clone(self, parent: Record, capture: str, deadline_s: float | None) -> asyncio.Future[Created]:
         """A new sandbox like `parent`, without its name and host name, that begins with captured files."""
@@ -221,6 +229,8 @@ class Naming:
             quiet(later)
             return later
         fields = differing_fields(named.record.spec, spec)
+        if edge_of(named.id) != self._state.edge:  # it came from another node, perhaps on top of a snapshot
+            fields = [field for field in fields if field != "layers"]
         if fields:
             raise Conflict(
                 f"{spec.name!r} is the name of the live sandbox {named.id}, whose spec differs in: {', '.join(fields)}",

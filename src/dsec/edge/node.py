@@ -402,7 +402,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
         for network in networks_of(entries):
             self.check_grants(principal, network)
         blob = functools.partial(self._trajectories.store.blob, request.sandbox)
-        restore = functools.partial(self._trajectories.restore, request.sandbox)
+        restore = functools.partial(self._trajectories.restore, blob)
         keep = self._config.trajectory_output_bytes
 
         async def make(spec: SandboxSpec) -> str:

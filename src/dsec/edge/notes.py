@@ -37,7 +37,7 @@ class Notes:
         written down."""
         self.trajectories.create(record, again=again)
         if record.spec.sync == "always":
-            await self.trajectories.store.synced()
+            await self.trajectories.settled(record.id)
 
     async def prune(self, before: float, journal: Journal) -> None:
         """Forget what happened to sandboxes before a time, once they have no record any more."""

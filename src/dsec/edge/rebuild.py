@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from dsec.edge.client import EdgeClient, Execution
 from dsec.edge.rebuild_sessions import SessionReplay
-from dsec.edge.recorder import Stream, bytes_of
-from dsec.edge.trajectory import digest_of
+from dsec.edge.recorder import Stream, bytes_of, digest_of
 from dsec.errors import Conflict, DsecError, InvalidRequest
 from dsec.plan.divergence import differ
 from dsec.spec.causes import Cause
@@ -69,8 +68,11 @@ class Replay:
         keep: int,
         restore: Restore,
         base: Base | None = None,
+        in_place: bool = False,
     ) -> None:
-        """`blob`: bytes of the original by digest. `keep`: of each stream, for comparing."""
+        """`blob`: bytes of the original by digest. `keep`: of each stream, for comparing. `in_place`: it stands for the
+        original, whose id and name it has."""
+        self._in_place = in_place
         self._restore = restore
         self._base = base
         self._edge = edge
@@ -99,12 +101,12 @@ class Replay:
                 remedy="Rebuild that one, fork it, and repeat what was done to this one; or begin from a snapshot.",
             )
         fields = dict(create["spec"])
-        fields.pop("name", None)
-        fields["labels"] = {**fields.get("labels", {}), LABEL: create["sandbox"]}
+        if not self._in_place:
+            fields.pop("name", None)
+            fields["labels"] = {**fields.get("labels", {}), LABEL: create["sandbox"]}
         fields["layers"] = [*([self._base.layer] if self._base else ()), *create.get("layers", [])]
         if "env" in fields:
-            env = self._edge.get(create["sandbox"]).spec.env
-            fields["env"] = env if digest_of(env) == fields["env"] else self._env(fields["env"])
+            fields["env"] = self._first_env(create["sandbox"], fields["env"])
         return msgspec.convert(fields, SandboxSpec)
 
     async def run(self, make: Callable[[SandboxSpec], Awaitable[str]]) -> Rebuilt:
@@ -312,6 +314,11 @@ class Replay:
 
     def _env(self, digest: str) -> dict[str, str]:
         return msgspec.json.decode(self._need(digest), type=dict[str, str])
+
+    def _first_env(self, sandbox_id: str, digest: str) -> dict[str, str]:
+        """The original's own, which are in its record where it was made here."""
+        env = {} if self._in_place else self._edge.get(sandbox_id).spec.env
+        return env if digest_of(env) == digest else self._env(digest)
 
     def _need(self, digest: str) -> bytes:
         found = self._blob(digest)

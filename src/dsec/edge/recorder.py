@@ -11,8 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from dsec.errors import DsecError
 from dsec.spec.trajectory import INLINE_BYTES
+
+_plain = msgspec.json.Encoder().encode
 
 
 class Stream:
@@ -153,3 +157,25 @@ def bytes_of(entry: dict[str, Any], blob: Callable[[str], bytes | None]) -> byte
     if "blob" in entry:
         return blob(entry["blob"])
     return None if entry.get("bytes") else b""
+
+
+def digest_of(env: dict[str, str]) -> str:
+    """What stands for variables in an entry."""
+    return hashlib.sha256(env_bytes(env)).hexdigest()
+
+
+def env_bytes(env: dict[str, str]) -> bytes:
+    """Variables as they are kept."""
+    try:
+        return _plain(env)
+    except UnicodeEncodeError:
+        return repr(sorted(env.items())).encode("ascii", "backslashreplace")
+
+
+def printable(value: Any) -> Any:
+    """The same without text that has no bytes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if isinstance(value, dict):
+        return {printable(name): printable(item) for name, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list) else value

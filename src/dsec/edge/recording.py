@@ -51,7 +51,7 @@ class Recording:
         command.status = status
         command.recorder = None
         if sandbox.record.spec.sync == "always":
-            command.durable = self._trajectories.store.synced()
+            command.durable = self._trajectories.settled(sandbox.id)
             quiet(command.durable)
 
     def cut(self, sandbox: Sandbox, command: Command) -> None:

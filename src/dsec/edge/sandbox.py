@@ -164,6 +164,7 @@ _WHY = {
     Cause.CREATE_FAILED: "it could not be made",
     Cause.NODE_LOST: "its node lost it",
     Cause.PLATFORM_KILLED: "the platform ended it",
+    Cause.MOVED: "another node is to have it",
 }
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import functools
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from dsec.edge.config import EdgeConfig
 from dsec.edge.context import REQUEST_ID
-from dsec.edge.recorder import Recorder, Stream, bytes_of
+from dsec.edge.recorder import Recorder, Stream, bytes_of, digest_of, env_bytes, printable
 from dsec.edge.requests import HALF_KEY, hash_of
 from dsec.errors import Conflict, DsecError
 from dsec.journal.records import Record
@@ -53,6 +53,13 @@ log = logging.getLogger("dsec.edge")
 _plain = msgspec.json.Encoder().encode
 
 
+class Ship(Protocol):
+    """Where logs are copied to, in a cluster."""
+
+    def note(self, sandbox_id: str) -> None: ...
+    def shipped(self, sandbox_id: str) -> asyncio.Future[None]: ...
+
+
 class Recorded(Struct, frozen=True):
     """A command's result as it is on record."""
 
@@ -83,6 +90,7 @@ class Trajectories:
 
     def __init__(self, store: TrajectoryStore, clock: Clock, config: EdgeConfig) -> None:
         self.store = store
+        self.ship: Ship | None = None
         self._now = clock.now
         self._config = config
         self._logs: dict[str, _Log] = {}
@@ -100,8 +108,10 @@ class Trajectories:
         }  # fmt: skip
         self.store.check_room()
         self.store.begin(record.id, again=again)
-        if "env" in spec:  # the record has it, for as long as this log can be read
-            spec["env"] = digest_of(spec["env"])
+        if "env" in spec:  # the record has it, for as long as this log can be read here
+            spec["env"] = (digest_of if self.ship is None else functools.partial(self._digest_env, record.id))(
+                spec["env"]
+            )
         if record.run:
             data["run"] = record.run
         if record.name is not None:
@@ -215,21 +225,21 @@ class Trajectories:
         if guest_key is not None:
             self._index(sandbox_id, guest_key[:HALF_KEY], offset)
 
-    def restore(self, source: str, sandbox_id: str, began: Entry, result: Entry) -> None:
-        """Take a command with a key, and its result, over from the log of `source`, of whose files this sandbox's are.
-        Raises `Unavailable`."""
+    def restore(self, blob: Callable[[str], bytes | None], sandbox_id: str, began: Entry, result: Entry) -> None:
+        """Take a command with a key, and its result, over from the log of a sandbox of whose files this one's are;
+        `blob`: of its bytes. Raises `Unavailable`."""
         for name in ("argv_blob", "env"):
-            self._copy_blob(source, sandbox_id, began.data.get(name))
+            self._copy_blob(blob, sandbox_id, began.data.get(name))
         for name in ("stdout", "stderr", "stdin"):
-            self._copy_blob(source, sandbox_id, result.data.get(name, {}).get("blob"))
+            self._copy_blob(blob, sandbox_id, result.data.get(name, {}).get("blob"))
         seq = self._append(sandbox_id, EntryType.EXEC, began.data | {"restored": began.seq})
         chain = self.store.chain(sandbox_id)
         offset = chain.size if chain is not None else 0
         self._append(sandbox_id, EntryType.RESULT, result.data | {"exec": seq, "restored": result.seq})
         self._index(sandbox_id, hash_of(began.data["key"]), offset)
 
-    def _copy_blob(self, source: str, sandbox_id: str, digest: str | None) -> None:
-        data = self.store.blob(source, digest) if digest else None
+    def _copy_blob(self, blob: Callable[[str], bytes | None], sandbox_id: str, digest: str | None) -> None:
+        data = blob(digest) if digest else None
         if data is not None:
             self._blob(sandbox_id, data)
 
@@ -309,6 +319,15 @@ class Trajectories:
         given = {name: value for name, value in data.items() if value not in (None, False)}
         self._append(sandbox_id, kind, _with_request(given), last_room=True)
 
+    def rebuilt(self, sandbox_id: str, generation: int, entries: int) -> None:
+        """All of another node's log has been done again here. Raises `Unavailable`."""
+        self._append(sandbox_id, EntryType.REBUILT, {"generation": generation, "entries": entries})
+
+    def settled(self, sandbox_id: str) -> asyncio.Future[Any]:
+        """All of this log is on disk, and in the cluster where there is one. Fails with `Unavailable`."""
+        synced = self.store.synced()
+        return synced if self.ship is None else asyncio.gather(synced, self.ship.shipped(sandbox_id))
+
     # --- reading ---
 
     def read(self, sandbox_id: str, after: int = 0) -> Iterator[bytes]:
@@ -362,7 +381,9 @@ class Trajectories:
         try:
             seq = self.store.append(sandbox_id, self._now(), kind, data, last_room=last_room)
         except UnicodeEncodeError:  # arguments that aren't Unicode, from a caller in process
-            seq = self.store.append(sandbox_id, self._now(), kind, _printable(data), last_room=last_room)
+            seq = self.store.append(sandbox_id, self._now(), kind, printable(data), last_room=last_room)
+        if self.ship is not None:
+            self.ship.note(sandbox_id)
         found = self._logs.get(sandbox_id)
         if found is not None and found.waiters:
             _wake(found)
@@ -425,7 +446,7 @@ class Trajectories:
 
     def _digest_env(self, sandbox_id: str, env: dict[str, str]) -> str:
         """Values may be secrets: the entry has their digest, the blob that a rebuild needs stays on the node."""
-        self._blob(sandbox_id, _env_bytes(env))
+        self._blob(sandbox_id, env_bytes(env))
         return digest_of(env)
 
     def _blob(self, sandbox_id: str, data: bytes) -> str | None:
@@ -449,31 +470,11 @@ def check_same(recorded: Recorded, guest_key: bytes) -> None:
         )
 
 
-def digest_of(env: dict[str, str]) -> str:
-    """What stands for variables in an entry."""
-    return hashlib.sha256(_env_bytes(env)).hexdigest()
-
-
-def _env_bytes(env: dict[str, str]) -> bytes:
-    try:
-        return _plain(env)
-    except UnicodeEncodeError:
-        return repr(sorted(env.items())).encode("ascii", "backslashreplace")
-
-
 def _with_request(data: dict[str, Any]) -> dict[str, Any]:
     request_id = REQUEST_ID.get()
     if request_id:
         data["request_id"] = request_id
     return data
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    if isinstance(value, dict):
-        return {_printable(name): _printable(item) for name, item in value.items()}
-    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _wake(found: _Log) -> None:

@@ -178,6 +178,10 @@ class Journal:
         """All records that have not ended."""
         return [_record(row) for row in self._read(f"{_SELECT} where state != 'ended'")]
 
+    def ended_by(self, cause: Cause) -> list[Record]:
+        """All ended records of a cause."""
+        return [_record(row) for row in self._read(f"{_SELECT} where state = 'ended' and cause = ?", (cause.value,))]
+
     async def ended(self, project: str, *, run: str | None, after: str, limit: int) -> list[Record]:
         """Ended records of a project in the order of ids, from above `after`."""
 

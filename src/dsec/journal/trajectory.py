@@ -46,6 +46,7 @@ from dsec.journal.trajectory_files import (
     sync_files,
     sync_paths,
     write_all,
+    written,
 )
 from dsec.spec.trajectory import Broken, EntryType, check, parse, root_of, seal
 
@@ -240,6 +241,10 @@ class TrajectoryStore:
         except OSError:
             return None
         return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    def recent(self, since: float) -> list[str]:
+        """Sandboxes whose logs were written after a time (seconds since the epoch)."""
+        return [place.name for place, at in written(self._root) if at >= since]
 
     # --- syncing ---
 

@@ -149,16 +149,19 @@ def sync_paths(paths: list[str]) -> None:
                 os.close(fd)
 
 
-def older(root: str, before: float) -> list[Path]:
-    found = []
+def written(root: str) -> Iterator[tuple[Path, float]]:
+    """Every log's directory, and when it was last written."""
     for shard in os.scandir(root):
         if not shard.is_dir():
             continue
         for place in os.scandir(shard.path):
             with contextlib.suppress(OSError):
-                if max(os.stat(f"{place.path}/log").st_mtime, place.stat().st_mtime) < before:  # noqa: PTH116
-                    found.append(Path(place.path))
-    return found
+                at = max(os.stat(f"{place.path}/log").st_mtime, place.stat().st_mtime)  # noqa: PTH116
+                yield Path(place.path), at
+
+
+def older(root: str, before: float) -> list[Path]:
+    return [place for place, at in written(root) if at < before]
 
 
 def remove_file(path: str) -> None:

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     CREATE_FAILED = "create_failed"
     NODE_LOST = "node_lost"  # zygote or machine died
     PLATFORM_KILLED = "platform_killed"  # an operator or the platform ended it
+    MOVED = "moved"  # another node has it now, under the same id, or is to have it
     INFRA_IMAGE = "infra_image"  # it failed after files of its environment could not be had from the store
     OUTCOME_UNKNOWN = "outcome_unknown"  # the guest died under a command: it may or may not have run
 
@@ -43,5 +44,12 @@ class Cause(StrEnum):
 
 
 _INFRA = frozenset(
-    {Cause.CREATE_FAILED, Cause.NODE_LOST, Cause.PLATFORM_KILLED, Cause.INFRA_IMAGE, Cause.OUTCOME_UNKNOWN}
+    {
+        Cause.CREATE_FAILED,
+        Cause.NODE_LOST,
+        Cause.PLATFORM_KILLED,
+        Cause.MOVED,
+        Cause.INFRA_IMAGE,
+        Cause.OUTCOME_UNKNOWN,
+    }
 )

@@ -13,6 +13,7 @@ import re
 from msgspec import Struct
 
 _PATTERN = re.compile(r"[0-9a-v]{24}")
+ID_CHARACTERS = 24
 _TAG_BYTES = 6
 EPOCH_MASK = (1 << 24) - 1
 _DIGITS = "0123456789abcdefghijklmnopqrstuv"

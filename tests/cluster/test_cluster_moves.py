@@ -1,0 +1,190 @@
+"""Sandboxes that outlive their node: logs in the cluster's streams, rebuilding elsewhere under the same id, draining.
+
+One small cluster, over TLS between apiservers and edges. The tests are in an order: nodes are lost on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import Cluster, running, until
+
+from dsec import AsyncClient, AsyncSandbox, Cause
+from dsec.errors import SandboxLost, SandboxNotFound
+from dsec.spec.ids import edge_of
+from dsec.spec.sandbox import State
+
+pytestmark = pytest.mark.root
+SMALL: dict[str, Any] = {"memory_bytes": 64 << 20, "disk_bytes": 64 << 20}
+LOST_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("moves")
+    states = [own_store(state_over(directory / f"state-{number}")) for number in (1, 2, 3)]
+
+    def prepare(made: Cluster) -> None:
+        made.use(made.edges, tls="")
+        made.use(made.apis, lost_after=str(LOST_S))
+
+    with running(directory, states, store=directory / "shared", prepare=prepare) as made:
+        yield made
+
+
+def own_store(state: Path) -> Path:
+    """Nodes have layers of their own; what doesn't change is linked."""
+    common = (state / "store").resolve()
+    (state / "store").unlink()
+    shutil.copytree(common, state / "store", symlinks=True, copy_function=os.link)
+    for base in ("chunks.db", "chunks.db-wal", "chunks.db-shm"):
+        (state / "store" / base).unlink(missing_ok=True)
+    return state
+
+
+@pytest.fixture
+async def one(cluster: Cluster) -> AsyncIterator[AsyncClient]:
+    async with cluster.client(0) as client:
+        yield client
+
+
+@pytest.fixture
+async def other(cluster: Cluster) -> AsyncIterator[AsyncClient]:
+    async with cluster.client(1) as client:
+        yield client
+
+
+async def on(client: AsyncClient, cluster: Cluster, edge: int, **options: Any) -> AsyncSandbox:
+    """A sandbox on this node, which may be moved to any other."""
+    others = [number for number in (1, 2, 3) if number != edge]
+    for number in others:
+        cluster.cordon(number)
+    try:
+        return await client.create("debian", **SMALL, **options)
+    finally:
+        for number in others:
+            cluster.cordon(number, False)
+
+
+async def shipped(cluster: Cluster) -> None:
+    """All logs are in the streams."""
+    await asyncio.sleep(1.2)  # a heartbeat
+    until(lambda: not any(node["unshipped"] for node in cluster.get("/v1/nodes")["nodes"]), "logs are published")
+
+
+async def test_a_sandbox_outlives_its_node(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    box = await on(one, cluster, 1, name="solver", env={"SECRET": "s3"}, labels={"who": "me"})
+    assert edge_of(box.id) == 1
+    await box.commands.run(["sh", "-c", "echo $SECRET > /a; date +%N > /when; seq 1 40000"], key="first")
+    await box.files.write("/b", b"x" * 100_000)
+    done = await box.commands.run(["sh", "-c", "cat /a; wc -c < /b; cat /when"], key="second")
+    await shipped(cluster)
+    before = [line async for line in box.trajectory()]
+    cluster.edges[0].kill()
+    until(lambda: cluster.healths(cluster.apis[1])[0] == "lost", "edge 1 is lost")
+    with pytest.raises(SandboxLost) as lost:
+        await (await other.connect(box.id)).commands.run(["true"])
+    assert lost.value.infra
+    assert [line async for line in box.trajectory()] == before, "the log is the cluster's"
+    rebuilt = await other.rebuild(box.id)
+    assert rebuilt.sandbox.id == box.id
+    assert rebuilt.sandbox.state is State.RUNNING
+    assert (rebuilt.sandbox.spec.name, rebuilt.sandbox.spec.labels) == ("solver", {"who": "me"})
+    assert rebuilt.diverged is not None, "the time is another"
+    for client in (one, other):
+        again = await client.connect(box.id)
+        assert await again.files.read("/a") == "s3\n"
+        assert await again.files.read_bytes("/b") == b"x" * 100_000
+        assert (await client.find("solver")).id == box.id
+        assert [info.id for info in await client.list()] == [box.id]
+        # a key of the one that is gone names the command that was done again
+        assert (await again.commands.run(["sh", "-c", "cat /a; wc -c < /b; cat /when"], key="second")).exit_code == 0
+    assert (await one.create("debian", name="solver", env={"SECRET": "s3"}, labels={"who": "me"}, **SMALL)).id == box.id
+    assert done.exit_code == 0
+
+
+async def test_a_moved_one_outlives_the_next_node_too(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    """Edge 1 is back, edge 2 or 3 has the sandbox of the test before."""
+    cluster.edges[0].start()
+    until(lambda: cluster.healths() == ["well"] * 3, "edge 1 is back")
+    box = await one.find("solver")
+    await box.commands.run(["sh", "-c", "echo more >> /a"], key="third")
+    where = holder(cluster, box.id)
+    assert where in (2, 3)
+    await shipped(cluster)
+    cluster.edges[where - 1].kill()
+    until(lambda: cluster.healths()[where - 1] == "lost", "its node is lost")
+    with pytest.raises(SandboxLost):
+        await other.connect(box.id)
+    answers = await asyncio.gather(one.rebuild(box.id), other.rebuild(box.id))
+    assert {answer.sandbox.id for answer in answers} == {box.id}, "two who ask get one"
+    again = await other.connect(box.id)
+    assert await again.files.read("/a") == "s3\nmore\n"
+    cluster.edges[where - 1].start()
+    until(lambda: cluster.healths() == ["well"] * 3, "that one is back too")
+    assert [info.id for info in await one.list()] == [box.id], "it is on one node"
+    await asyncio.gather(*(client.kill_many([box.id]) for client in (one, other)))
+    assert (await one.connect(box.id)).info.state is State.ENDED
+    assert await other.list() == []
+
+
+async def test_a_drained_node_loses_nothing(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    boxes = [await on(one, cluster, 2, labels={"n": str(number)}) for number in range(3)]
+    for box in boxes:
+        await box.commands.run(["sh", "-c", "head -c 200000 /dev/urandom > /data; sha256sum /data > /sum"])
+    sums = [await box.files.read("/sum") for box in boxes]
+    busy = asyncio.create_task(boxes[0].commands.run(["sh", "-c", "sleep 3; echo done"]))
+    await asyncio.sleep(0.5)
+    answer = await asyncio.to_thread(cluster.post, "/v1/nodes/2/drain?deadline_s=60")
+    assert (await busy).stdout == "done\n", "it was waited for"
+    moved = {item["id"]: item for item in map(json.loads, answer.splitlines())}
+    assert {each.id for each in boxes} == set(moved)
+    assert {item.get("edge") for item in moved.values()} <= {1, 3}, moved
+    for box, told in zip(boxes, sums, strict=True):
+        for client in (one, other):
+            same = await client.connect(box.id)
+            result = await same.commands.run(["sha256sum", "/data"])
+            assert result.stdout == told, "bytes that nothing could make again came from a snapshot"
+    until(lambda: cluster.get("/v1/nodes")["nodes"][1]["live"] == 0, "edge 2 is empty")
+    assert (await one.list(limit=2))[0].id in moved
+    assert {info.id for info in await other.list()} == set(moved)
+    await one.kill_many(list(moved))
+    cluster.cordon(2, False)
+
+
+async def test_what_nobody_may_read_or_rebuild(cluster: Cluster, one: AsyncClient) -> None:
+    box = await on(one, cluster, 3)
+    await shipped(cluster)
+    stranger = cluster.make_key("--project", "stranger")
+    cluster.edges[2].kill()
+    until(lambda: cluster.healths()[2] == "lost", "edge 3 is lost")
+    async with AsyncClient(one.url, stranger) as client:
+        for asked in (box.id, "0" * 24, box.id[:-1] + ("0" if box.id[-1] != "0" else "1")):
+            with pytest.raises((SandboxNotFound, SandboxLost)):
+                await client.rebuild(asked)
+        with pytest.raises(SandboxNotFound):
+            [entry async for entry in AsyncSandbox(client._transport, box.info).trajectory()]
+    cluster.edges[2].start()
+    until(lambda: cluster.healths() == ["well"] * 3, "edge 3 is back")
+    assert (await one.connect(box.id)).info.cause is Cause.NODE_LOST
+    assert (await one.rebuild(box.id)).sandbox.id == box.id, "also when it is back, and has ended it"
+    await one.kill(box.id)
+
+
+def holder(cluster: Cluster, sandbox_id: str) -> int:
+    """The edge whose record says that the sandbox runs."""
+    found = []
+    for number, state in enumerate(cluster.states, 1):
+        with sqlite3.connect(f"file:{state}/edge.db?mode=ro", uri=True) as records:
+            rows = records.execute("select id from sandboxes where id = ? and state = 'running'", (sandbox_id,))
+            found += [number] * len(rows.fetchall())
+    assert len(found) == 1, found
+    return found[0]
