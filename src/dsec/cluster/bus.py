@@ -46,6 +46,7 @@ ASK_S = 5.0
 PATIENCE_S = 30.0
 """For what a server has to have before anything works."""
 PENDING_BYTES = 8 << 20
+READ_S = 15.0
 READ_STEP = 256
 """Messages of a stream that are asked for at once."""
 log = logging.getLogger("dsec.cluster")
@@ -111,30 +112,30 @@ class Bus:
 
     async def read(self, stream: str, subject: str) -> list[bytes]:
         """All that a stream has of a subject now, in its order. Raises `Unavailable`."""
+        return await _patiently(stream, lambda: self._read(stream, subject), READ_S)
+
+    async def _read(self, stream: str, subject: str) -> list[bytes]:
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE,
+            deliver_policy=DeliverPolicy.ALL,
+            filter_subject=subject,
+            inactive_threshold=30.0,
+            num_replicas=1,
+            mem_storage=True,
+        )
         found: list[bytes] = []
+        info = await self._stream.add_consumer(stream, config)
+        left = int(info.num_pending or 0)
+        reading = await self._stream.pull_subscribe_bind(info.name, stream=stream)
         try:
-            config = ConsumerConfig(
-                ack_policy=AckPolicy.NONE,
-                deliver_policy=DeliverPolicy.ALL,
-                filter_subject=subject,
-                inactive_threshold=30.0,
-                num_replicas=1,
-                mem_storage=True,
-            )
-            info = await self._stream.add_consumer(stream, config)
-            left = int(info.num_pending or 0)
-            reading = await self._stream.pull_subscribe_bind(info.name, stream=stream)
-            try:
-                while left > 0:
-                    some = await reading.fetch(min(left, READ_STEP), timeout=ASK_S)
-                    found += [message.data for message in some]
-                    left -= len(some)
-            finally:
-                with contextlib.suppress(NatsError, TimeoutError):
-                    await reading.unsubscribe()
-                    await self._stream.delete_consumer(stream, info.name)
-        except (NatsError, TimeoutError, OSError) as error:
-            raise Unavailable(f"the stream {stream!r} can't be read: {error or type(error).__name__}") from error
+            while left > 0:
+                some = await reading.fetch(min(left, READ_STEP), timeout=ASK_S)
+                found += [message.data for message in some]
+                left -= len(some)
+        finally:
+            with contextlib.suppress(NatsError, TimeoutError):
+                await reading.unsubscribe()
+                await self._stream.delete_consumer(stream, info.name)
         return found
 
     async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]], *, group: str = "") -> None:
@@ -273,14 +274,14 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
     return bus
 
 
-async def _patiently(name: str, make: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(name: str, make: Callable[[], Awaitable[T]], for_s: float = PATIENCE_S) -> T:
     """Several times: the servers may just be choosing who leads, or somebody else be making the same. Raises
     `Unavailable`."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + for_s
     while True:
         try:
             return await make()
-        except (NatsError, TimeoutError) as error:
+        except (NatsError, TimeoutError, OSError) as error:
             if time.monotonic() > deadline:
                 raise Unavailable(f"{name!r} isn't there: {error or type(error).__name__}") from error
         await asyncio.sleep(0.5)
