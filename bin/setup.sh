@@ -34,6 +34,10 @@ _dsec_packages() {
         command -v npm >/dev/null || missing+=(npm)
         command -v systemd-analyze >/dev/null || missing+=(systemd)
         command -v qemu-system-x86_64 >/dev/null || missing+=(qemu-system-x86)
+        command -v qemu-img >/dev/null || missing+=(qemu-utils)
+        command -v sfdisk >/dev/null || missing+=(fdisk)
+        command -v syslinux >/dev/null || missing+=(syslinux syslinux-common)
+        [ -d /usr/share/OVMF ] || missing+=(ovmf)
     fi
     if [ "$1" = peers ] || [ "$1" = tests ]; then
         command -v crun >/dev/null || missing+=(crun)

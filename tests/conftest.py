@@ -160,6 +160,25 @@ if sys.platform == "linux":
                 kernels.import_package()
         return debian_store.parent / "templates"
 
+    @pytest.fixture(scope="session")
+    def vm_disk(debian_store: Path) -> str:
+        """The name of a bootable Debian disk, for full machines, beside the environment; built once for each version of
+        what builds it."""
+        from dsec.vmm import debian, fat, images, seed
+
+        version = hashlib.sha256(b"".join(Path(str(each.__file__)).read_bytes() for each in (debian, fat, seed)))
+        name = f"debian-{version.hexdigest()[:12]}"
+        with _alone(debian_store.parent):
+            store = images.ImageStore(debian_store.parent)
+            if not any(name in each.names for each in store.list()):
+                store.build(name, ("python3",))
+        return name
+
+    @pytest.fixture(scope="session")
+    def full_templates(debian_store: Path) -> Path:
+        """Where templates of full machines are kept between runs."""
+        return debian_store.parent / "full-templates"
+
     @pytest.fixture(scope="session", autouse=True)
     def _leaves_no_process() -> Iterator[None]:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

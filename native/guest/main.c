@@ -173,6 +173,7 @@ static void set_up(bool cgroups) {
     static const uint64_t standard[4];
     for (int number = 1; number <= 64; number++) syscall(SYS_rt_sigaction, number, standard, NULL, 8);
     sigfillset(&all);
+    if (guest.service) sigdelset(&all, SIGTERM); /* whoever started us may end us so, and knows that it was he */
     sigprocmask(SIG_SETMASK, &all, NULL);
     sigemptyset(&all);
     sigaddset(&all, SIGCHLD);

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from vmm_kit import check_root, fields, namespaces
 
 from dsec.app import open_host, open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
@@ -26,7 +27,6 @@ pytestmark = [
 ]
 
 SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
-NAMESPACES = ("pid", "mnt", "net", "ipc", "uts", "cgroup")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def test_a_monitor_has_nothing_but_its_descriptors(backend: MicroVmBackend
     handles = {name: backend.reserve(name, SPEC) for name in ("one", "two")}
     one, two = [await backend.create(name, SPEC, handle) for name, handle in handles.items()]
     pids = [each.machine.pid for each in (one, two)]
-    status = [dict(_fields(pid)) for pid in pids]
+    status = [dict(fields(pid)) for pid in pids]
     users = {each["Uid"] for each in status}
     assert len(users) == 2
     assert all(int(user.split()[0]) >= 1 << 30 for user in users)
@@ -62,23 +62,12 @@ async def test_a_monitor_has_nothing_but_its_descriptors(backend: MicroVmBackend
         assert each["NoNewPrivs"] == "1"
         assert (each["Seccomp"], each["Seccomp_filters"]) == ("2", "1")
         assert {int(each[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
-        ours, theirs = (_namespaces(who) for who in ("self", pid))
+        ours, theirs = (namespaces(who) for who in ("self", pid))
         assert not set(ours.values()) & set(theirs.values())
         check_root(Path(f"/proc/{pid}/root"))
-    assert not set(_namespaces(pids[0]).values()) & set(_namespaces(pids[1]).values())
+    assert not set(namespaces(pids[0]).values()) & set(namespaces(pids[1]).values())
     for name, handle in handles.items():
         await backend.destroy(name, handle)
-
-
-def check_root(root: Path) -> None:
-    """What a monitor sees of files and processes."""
-    assert {path.name for path in root.iterdir()} <= {"usr", "lib", "lib64", "bin", "dev", "proc"}
-    assert {path.name for path in (root / "dev").iterdir()} <= {"null", "zero", "urandom", "kvm"}
-    assert not (root / "usr/bin/sh").exists()
-    with pytest.raises(OSError, match="Read-only"):
-        (root / "left").write_text("")
-    assert (root / "proc/1/comm").read_text().startswith("qemu")
-    assert {int(path.name) for path in (root / "proc").iterdir() if path.name.isdigit()} == {1}
 
 
 async def test_a_templates_memory_can_not_be_changed(backend: MicroVmBackend) -> None:
@@ -149,12 +138,3 @@ def _verdict(number: int, argument: int = 0, *, arch: int = 0xC000003E, sockets:
                 at += yes if accumulator & operand else no
             case 0x06:
                 return operand
-
-
-def _fields(pid: int) -> list[tuple[str, str]]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-
-
-def _namespaces(who: int | str) -> dict[str, str]:
-    return {name: os.readlink(f"/proc/{who}/ns/{name}") for name in NAMESPACES}  # noqa: PTH115

@@ -3,14 +3,14 @@
 `clone_p50_ms`: from the request to the first command's answer, without a spare; `boot_ms`: how long the template took
 until it was ready; `clone_vs_boot`: the second over the first. `pool_claim_ms`: a machine out of the spare ones, until
 its guest answers. `clones_per_s`: made and asked, two at a time. `mib_per_idle_clone`: memory of its own.
-`paged_out_mib`: what a paused one keeps resident; `wake_ms`: by how much its first answer is later.
+`paged_out_mib`: what a paused one keeps resident; `wake_ms`: by how much its first answer is later. `fork_*` are
+`vm_fork.py`'s, `vm_*` are of full machines (`vm_full.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,19 +21,18 @@ from typing import Any
 import click
 from msgspec import Struct
 
-from dsec.app import open_host, open_machines
+from dsec.app import open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.bench.output import say, write_result
 from dsec.bench.vm_fork import forks
-from dsec.configuration import Config, read_config
+from dsec.bench.vm_full import full_machines
+from dsec.bench.vm_host import bench_host
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
 from dsec.kernel import paging
-from dsec.kernel.ledger import Ledger
 from dsec.ports import Handle
 from dsec.spec.operations import OpEnd, OpRequest
 from dsec.spec.sandbox import MIB, SandboxSpec
-from dsec.store.views import remove_dev
 from dsec.vmm.instance import MachineInstance
 
 _SETTLE_S = 1.0
@@ -79,15 +78,18 @@ async def ask(made: Made) -> None:
 @click.option("--environment", default="debian", show_default=True)
 @click.option("--memory-mib", type=click.IntRange(96), default=256, show_default=True)
 @click.option("--clones", type=click.IntRange(3), default=12, show_default=True, help="How many of each measurement.")
+@click.option("--disk", default="debian", show_default=True, help="Of full machines (`dsec disk`), where it is there.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory with environment and kernel.")
 @click.option("--json", "as_json", is_flag=True)
-def command(environment: str, memory_mib: int, clones: int, state: Path | None, as_json: bool) -> None:
+def command(  # noqa: PLR0917 (click passes by name)
+    environment: str, memory_mib: int, clones: int, disk: str, state: Path | None, as_json: bool
+) -> None:
     """Clones of a template against booting it, spare ones, idle memory, pauses. Needs root and a kernel (`dsec
     kernel`)."""
     spec = SandboxSpec(
         environment=environment, backend="microvm", memory_bytes=memory_mib * MIB, disk_bytes=512 * MIB, cpus=1
     )
-    write_result(asyncio.run(measure(spec, clones, state)), as_json=as_json)
+    write_result(asyncio.run(measure(spec, clones, state, disk)), as_json=as_json)
 
 
 def main(arguments: list[str]) -> int:
@@ -95,8 +97,9 @@ def main(arguments: list[str]) -> int:
     return int(command.main(arguments, prog_name="dsec bench vm", standalone_mode=False) or 0)
 
 
-async def measure(spec: SandboxSpec, count: int, state: Path | None) -> dict[str, Any]:
-    """All figures, by their keys. Raises `Unsupported` where this host runs no machines, or has no kernel."""
+async def measure(spec: SandboxSpec, count: int, state: Path | None, disk: str = "debian") -> dict[str, Any]:
+    """All figures, by their keys. `disk`: of full machines, where it is there. Raises `Unsupported` where this host
+    runs no machines, or has no kernel."""
     async with _machines(spec, state, spare=0) as machines:
         began = time.perf_counter()
         made = await machines.make()
@@ -113,42 +116,22 @@ async def measure(spec: SandboxSpec, count: int, state: Path | None) -> dict[str
         result |= await forks(machines.backend, spec, min(count, 5), _mib_of)
     async with _machines(spec, state, spare=1) as machines:
         result["pool_claim_ms"] = await _claims(machines, count)
-    return result
+    return result | await full_machines(disk, count, state, _mib_of)
 
 
 @asynccontextmanager
 async def _machines(spec: SandboxSpec, state: Path | None, *, spare: int) -> AsyncIterator[Machines]:
-    found = read_config(state)
-    with tempfile.TemporaryDirectory(prefix="dsec-bench-") as scratch:
-        own = Path(scratch) / "state"
-        own.mkdir()
-        for part in ("store", "native"):
-            (found.state / part).mkdir(exist_ok=True)
-            (own / part).symlink_to(found.state / part)
-        run = found.run.parent / f"bench-vm-{secrets.token_hex(4)}"
-        config = Config(state=own, run=run, vm_spare=spare, vm_accel=found.vm_accel)
-        host = await asyncio.to_thread(open_host, config)
+    async with bench_host(state, spare=spare) as (config, host):
+        node = await asyncio.to_thread(open_machines, config, host)
+        if node is None:
+            raise Unsupported("this host runs no virtual machines", remedy="See `dsec doctor`.")
+        backend = MicroVmBackend(node, SystemClock())
+        await backend.open({})
         try:
-            node = await asyncio.to_thread(open_machines, config, host)
-            if node is None:
-                raise Unsupported("this host runs no virtual machines", remedy="See `dsec doctor`.")
-            backend = MicroVmBackend(node, SystemClock())
-            await backend.open({})
-            try:
-                backend.check(spec)
-                yield Machines(backend, spec)
-            finally:
-                await backend.close(keep=False)
+            backend.check(spec)
+            yield Machines(backend, spec)
         finally:
-            host.volume.close(keep=False)
-            host.layers.unmount_all()
-            host.views.remove()
-            remove_dev(host.run)
-            for line in Ledger(own / "host.json").undo_kind("zram"):
-                say(line)
-            for path in sorted(run.rglob("*"), reverse=True):
-                path.rmdir()
-            run.rmdir()
+            await backend.close(keep=False)
 
 
 def _kernel(machines: Machines) -> str:

@@ -23,20 +23,21 @@ DefaultDependencies=no
 After=multi-user.target
 Conflicts=shutdown.target
 Before=shutdown.target
+FailureAction=poweroff-immediate
 ConditionPathExists=/dev/disk/by-label/{LABEL}
 
 [Service]
 ExecStartPre=/bin/sh -c 'mkdir -p {PLACE} && mount -r /dev/disk/by-label/{LABEL} {PLACE}'
 ExecStart={PLACE}/dsec-guest --service
 KillMode=process
-KillSignal=SIGKILL
 TasksMax=infinity
 LimitNOFILE=1048576
 
 [Install]
 WantedBy=multi-user.target
 """
-"""After all else that is started at boot: what a template is saved with has settled."""
+"""After all else that is started at boot: what a template is saved with has settled. A machine whose guest was killed
+is reached by nobody any more, and ends."""
 _INSTALL = f"""\
 #!/bin/sh
 set -e

@@ -82,6 +82,8 @@ class Sandboxes:
         self.factory = factory
         self.crowd: int = getattr(factory, "crowd", 20)
         """Sandboxes that are made at the same time; a factory whose sandboxes are dear says fewer."""
+        self.usual: dict[str, Any] = getattr(factory, "usual", {})
+        """Fields of all specs, for a factory whose sandboxes can't be that small."""
         self.backend: Backend = factory.make()
         self.handles: dict[str, Handle] = {}
         self.instances: dict[str, Instance] = {}
@@ -96,7 +98,7 @@ class Sandboxes:
             "disk_bytes": 512 << 20,
             "pids": 128,
         }
-        return SandboxSpec(**(small | changes))
+        return SandboxSpec(**(small | self.usual | changes))
 
     async def create(self, **changes: Any) -> Instance:
         """One that runs."""

@@ -1,0 +1,236 @@
+"""Full machines through the SDK: commands, screen, keys and mouse, serial console, checkpoints, forks, and a disk
+without our guest, which boots by BIOS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from dsec import AsyncClient, AsyncSandbox
+from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxEnded, Unsupported
+from dsec.spec.causes import Cause
+from dsec.spec.sandbox import SandboxSpec, State
+from dsec.vmm.images import ImageStore, Traits
+from server_kit import PATIENCE_S, Server, serving
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("qemu-system-x86_64") is None or not Path("/usr/share/OVMF").is_dir(),
+        reason="QEMU or its firmware is not installed",
+    ),
+]
+
+TABLET = """
+import json, pathlib, struct
+names = pathlib.Path("/proc/bus/input/devices").read_text().split("\\n\\n")
+handlers = next(each for each in names if "Tablet" in each).split("Handlers=")[1].split("\\n")[0].split()
+print("reading", flush=True)
+at = {}
+with open("/dev/input/" + next(each for each in handlers if each.startswith("event")), "rb", buffering=0) as file:
+    while True:
+        _, _, kind, code, value = struct.unpack("qqHHi", file.read(24))
+        if kind == 3:
+            at[code] = value
+        elif kind == 1 and value == 0:
+            print(json.dumps([at[0], at[1], code]), flush=True)
+            break
+"""
+
+
+@pytest.fixture(scope="module")
+def server(debian_module_state: Path, full_templates: Path) -> Iterator[Server]:
+    (debian_module_state / "full").mkdir()
+    full_templates.mkdir(exist_ok=True)
+    (debian_module_state / "full" / "templates").symlink_to(full_templates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_VM_ACCEL", "tcg")
+        patch.setenv("DSEC_VM_SPARE", "0")
+        with serving(debian_module_state) as server:
+            yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with server.client() as client:
+        yield client
+        await client.kill_many(await client.list())
+
+
+@pytest.fixture
+def small(vm_disk: str) -> SandboxSpec:
+    return SandboxSpec(environment=vm_disk, backend="vm", memory_bytes=256 << 20, disk_bytes=1 << 30, pids=128)
+
+
+async def said(box: AsyncSandbox, command: str) -> str:
+    result = await box.commands.run(command)
+    assert result.exit_code == 0, result
+    return result.stdout.strip()
+
+
+def pixels(picture: bytes) -> tuple[int, int, bytes]:
+    """Width, height, and the scanlines as they are stored, which is enough to see whether pictures differ."""
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack_from(">II", picture, 16)
+    at, data = 8, b""
+    while at < len(picture):
+        length, kind = struct.unpack_from(">I4s", picture, at)
+        if kind == b"IDAT":
+            data += picture[at + 8 : at + 8 + length]
+        at += 12 + length
+    return width, height, zlib.decompress(data)
+
+
+async def until_it_changes(box: AsyncSandbox, before: bytes) -> bytes:
+    deadline = time.monotonic() + PATIENCE_S
+    while (now := await box.screenshot()) == before:
+        assert time.monotonic() < deadline, "the screen stays as it is"
+        await asyncio.sleep(0.3)
+    return now
+
+
+async def test_a_machine_is_a_debian_with_systemd(client: AsyncClient, small: SandboxSpec) -> None:
+    box = await client.create(small)
+    assert await said(box, "ps -o comm= 1") == "systemd"
+    assert await said(box, "hostname") == box.id
+    assert "running" in await said(box, "systemctl is-system-running || true")
+    assert await said(box, "ls /sys/firmware/efi | head -1")
+    size = int(await said(box, "df --output=size -B1 / | tail -1"))
+    assert 0.8 * small.disk_bytes < size < small.disk_bytes  # the root file system has grown
+    full = await box.commands.run("fallocate -l 2G /big")
+    assert full.exit_code != 0
+    assert "No space left" in full.stderr
+    other = await client.create(small)
+    assert await said(other, "cat /etc/machine-id") != await said(box, "cat /etc/machine-id")
+    assert box.info.accel == "tcg"
+    await box.pause()
+    assert await said(box, "echo it goes on") == "it goes on"
+    for machine, end in ((box, "systemctl poweroff"), (other, "kill -9 -1")):
+        await machine.commands.start(end)
+        deadline = time.monotonic() + PATIENCE_S
+        while (await machine.refresh()).state is not State.ENDED:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+        assert machine.info.cause is Cause.GUEST_EXITED
+
+
+async def test_keys_and_clicks(client: AsyncClient, small: SandboxSpec) -> None:
+    box = await client.create(small)
+    before = await box.screenshot()
+    width, height, _ = pixels(before)
+    assert width >= 640
+    await box.type("root\n")
+    after = await until_it_changes(box, before)
+    assert pixels(after)[2] != pixels(before)[2]
+    reading = await box.commands.start(["python3", "-u", "-c", TABLET])
+    assert await anext(aiter(reading)) is not None
+    await box.click(width // 2, height // 4, button="right")
+    x, y, button = json.loads((await reading.wait()).stdout.splitlines()[-1])
+    assert abs(x / 0x7FFF - 0.5) < 0.01
+    assert abs(y / 0x7FFF - 0.25) < 0.01
+    assert button == 0x111
+    with pytest.raises(InvalidRequest, match="not on the screen"):
+        await box.click(width, 0)
+    with pytest.raises(InvalidRequest, match="no key"):
+        await box.press("ctrl-nonsense")
+    await box.type("Touched=Yes; echo $Touched > /root/typed; sync\n")
+    deadline = time.monotonic() + PATIENCE_S
+    while await said(box, "cat /root/typed 2>/dev/null || true") != "Yes":
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.3)
+
+
+async def test_the_serial_console(client: AsyncClient, small: SandboxSpec) -> None:
+    box = await client.create(small)
+    await box.console.write("\n")
+    assert f"{box.id} login:" in await box.console.wait_for("login:", timeout_s=PATIENCE_S)
+    at = await box.console.read()
+    assert (await box.console.read(at.offset + len(at.data))).data == b""
+
+
+async def test_checkpoints(client: AsyncClient, small: SandboxSpec) -> None:
+    box = await client.create(small)
+    await said(box, "echo one > /root/state; echo one > /dev/shm/state")
+    runs = await box.commands.start("n=0; while sleep 0.2; do n=$((n+1)); echo $n > /dev/shm/count; done", key="loop")
+    made = await box.checkpoints.create("one")
+    assert made.memory_bytes > 0
+    with pytest.raises(Conflict):
+        await box.checkpoints.create("one")
+    await said(box, "echo two > /root/state; echo two > /dev/shm/state; kill -9 $(pgrep -f 'sleep 0.2' -P 1) || true")
+    await box.checkpoints.create("two")
+    await said(box, "rm /root/state /dev/shm/state; sync")
+    assert [each.name for each in await box.checkpoints.all()] == ["one", "two"]
+    await box.checkpoints.revert("two")
+    assert await said(box, "cat /root/state /dev/shm/state") == "two\ntwo"
+    await box.checkpoints.revert("one")
+    assert await said(box, "cat /root/state /dev/shm/state") == "one\none"
+    before = int(await said(box, "cat /dev/shm/count 2>/dev/null || echo 0"))
+    deadline = time.monotonic() + PATIENCE_S
+    while int(await said(box, "cat /dev/shm/count")) <= before:
+        assert time.monotonic() < deadline, "what ran then does not go on"
+    assert abs(float(await said(box, "date +%s")) - time.time()) < PATIENCE_S
+    await box.checkpoints.delete("two")
+    with pytest.raises(NotFound):
+        await box.checkpoints.revert("two")
+    (child,) = await box.fork()
+    assert await said(child, "cat /root/state; hostname") == f"one\n{child.id}"
+    with pytest.raises(NotFound):
+        await child.checkpoints.revert("one")
+    del runs
+
+
+async def test_a_disk_without_our_guest(
+    client: AsyncClient, vm_disk: str, debian_module_state: Path, small: SandboxSpec
+) -> None:
+    """By BIOS, where its boot loader is there for that: it shows what it boots, and its console takes what is typed."""
+    store = ImageStore(debian_module_state)
+    source = store.path(store.find(vm_disk))
+    if shutil.which("syslinux") is None:
+        pytest.skip("syslinux is not installed: the disk boots by UEFI alone")
+    store.import_file(source, "stranger", Traits(firmware="bios", machine="pc", guest=False))
+    try:
+        box = await client.create(replace(small, environment="stranger"))
+        console = await box.console.wait_for("login:", timeout_s=4 * PATIENCE_S)
+        assert "Debian GNU/Linux 12" in console
+        await box.console.write("root\n")
+        await box.console.wait_for("#", after=len(console), timeout_s=2 * PATIENCE_S)
+        assert pixels(await box.screenshot())[0] >= 640
+        with pytest.raises(Unsupported, match="no guest of ours"):
+            await box.commands.run("true")
+        with pytest.raises(Unsupported, match="no guest of ours"):
+            await box.files.read("/etc/hostname")
+        await box.kill()
+        with pytest.raises(SandboxEnded):
+            await box.screenshot()
+    finally:
+        store.remove("stranger")
+
+
+async def test_containers_have_no_screen(client: AsyncClient) -> None:
+    box = await client.create("debian")
+    for refused in (box.screenshot(), box.press("enter"), box.console.read(), box.checkpoints.create("a")):
+        with pytest.raises(Unsupported, match="backend 'container'"):
+            await refused
+
+
+async def test_what_a_machine_can_not_be(client: AsyncClient, small: SandboxSpec) -> None:
+    for fields, code in (
+        ({"environment": "no-such-disk"}, "environment_not_found"),
+        ({"disk_bytes": 16 << 20}, "invalid_request"),
+        ({"memory_bytes": 64 << 20}, "invalid_request"),
+        ({"require_kvm": True}, "unsupported"),
+        ({"layers": ["debian"]}, "unsupported"),
+    ):
+        with pytest.raises(Exception) as caught:  # noqa: PT011  (its code says what it is)
+            await client.create(replace(small, **fields))
+        assert getattr(caught.value, "code", None) == code, (fields, caught.value)
