@@ -1,9 +1,9 @@
 """Compiles zygote, guest, holder, cells, copier and the native part of warm parents with the system's C compiler, once
 per version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so}`, where the digest covers the sources, the
-flags and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so the
-wheel is pure Python and the client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so}`, where the digest covers the sources,
+the flags and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a checkout), so
+the wheel is pure Python and the client needs no compiler.
 """
 
 from __future__ import annotations
