@@ -252,7 +252,7 @@ async def open_edge(
         backend = ContainerBackend(host, clock)
         backends: dict[str, Backend] = {"container": backend}
         if machines := await asyncio.to_thread(open_machines, config, host):
-            backends["microvm"] = MicroVmBackend(machines, clock)
+            backends["microvm"] = MicroVmBackend(machines, clock, suspend=config.vm_suspend)
             backends["vm"] = VmBackend(open_full_machines(config, host, machines), clock)
         edge = await Edge.open(
             backends,

@@ -7,6 +7,7 @@ public address), `DSEC_DOCKER_LOGIN` (projects for which the server uses its own
 `DSEC_ZRAM_BYTES` (of compressed swap, on a host without swap),
 `DSEC_LASTING_RECORDS` (1: records of sandboxes and keys survive the machine's death, and wait for the disk; default 0),
 `DSEC_VM_ACCEL` (`kvm` or `tcg`; default: kvm where it is fit), `DSEC_VM_SPARE` (of machines: how many to have ready),
+`DSEC_VM_PAUSE` (of microVMs: `page_out`, or `suspend` to a file; default page_out),
 `DSEC_VMM` (of microVMs: `qemu`, `firecracker`, or `firecracker+uffd`, whose memory our own handler serves page by page;
 default: Firecracker where its program, a fit KVM and a built kernel are there).
 What doesn't outlive a boot is in `<DSEC_RUN>/<instance>`, where the instance is a short digest of the state directory's
@@ -55,6 +56,8 @@ class Config(Struct, frozen=True, kw_only=True):
     """Of projects, where function calls and the judge have no room for all; others have 1."""
     lasting_records: bool = False
     """Records survive the machine's death, at the price of waiting for the disk."""
+    vm_suspend: bool = False
+    """A paused microVM's memory goes to a file and its VMM ends; else it is frozen and paged out."""
     zram_bytes: int | None = None
     """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
 
@@ -101,6 +104,9 @@ def read_config(state: Path | None = None) -> Config:
     lasting = os.environ.get("DSEC_LASTING_RECORDS", "0")
     if lasting not in ("0", "1"):
         raise InvalidRequest(f"DSEC_LASTING_RECORDS is {lasting!r}", remedy="It is 0, 1, or not set.")
+    pause = os.environ.get("DSEC_VM_PAUSE", "")
+    if pause not in ("", "page_out", "suspend"):
+        raise InvalidRequest(f"DSEC_VM_PAUSE is {pause!r}", remedy="It is page_out, suspend, or not set.")
     return Config(
         state=state,
         run=run,
@@ -113,6 +119,7 @@ def read_config(state: Path | None = None) -> Config:
         vm_spare=int(spare),
         weights=weights,
         lasting_records=lasting == "1",
+        vm_suspend=pause == "suspend",
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )
 

@@ -60,7 +60,7 @@ def test_all_pages_are_as_the_process_sees_them(child: int, old_kernel: bool, mo
             raise OSError(errno.ENOTTY, "as before Linux 6.7")
 
         monkeypatch.setattr(private_pages, "_scanned", scanned)
-    copy = Copy(child, SIZE, "copy")
+    copy = Copy(child, SIZE)
     copy.begin()
     assert os.pread(copy.fd, 6, 3 * PAGE) == b"base 3"
     found = copy.finish()
@@ -80,7 +80,7 @@ def test_all_pages_are_as_the_process_sees_them(child: int, old_kernel: bool, mo
 def test_what_is_not_mapped_so_is_refused(child: int) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="find the"):
-        Copy(child, SIZE * 2, "copy")
+        Copy(child, SIZE * 2)
     with pytest.raises(OSError, match="find the"):
-        Copy(os.getpid(), SIZE, "copy")
+        Copy(os.getpid(), SIZE)
     assert len(list(Path("/proc/self/fd").iterdir())) == before

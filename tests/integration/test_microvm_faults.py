@@ -22,6 +22,7 @@ from dsec.edge.config import EdgeConfig, SystemClock
 from dsec.edge.node import Edge
 from dsec.errors import AdmissionTimeout, CreateFailed, OutcomeUnknown, Unavailable, Unsupported
 from dsec.ports import Captured, Handle
+from dsec.spec.causes import Cause
 from dsec.spec.operations import OpRequest
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.store.views import remove_dev
@@ -72,7 +73,7 @@ def place(
 async def node(place: tuple[Config, Host]) -> AsyncIterator[Node]:
     found = open_machines(*place)
     assert found is not None
-    backend = MicroVmBackend(found, SystemClock())
+    backend = MicroVmBackend(found, SystemClock(), suspend=True)
     await backend.open({})
     made = Node(backend)
     try:
@@ -156,6 +157,25 @@ async def test_its_state_is_of_another_cpu_or_version(node: Node, monkeypatch: p
         await node.backend.split("one", node.handles["one"])
     with pytest.raises(Unsupported, match="on another CPU"):
         await node.capture("one")
+
+
+async def test_a_suspended_one_can_not_be_resumed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = await node.make("one"), await node.make("two")
+    for instance in (one, two):
+        instance.freeze(True)
+        assert (await instance.page_out()).after_bytes == 0
+    assert node.backend.node.machines.names() == {one.machine.name, two.machine.name}
+    with monkeypatch.context() as other:
+        other.setitem(node.backend.node.driver.__dict__, "fingerprint", "another")
+        one.freeze(False)
+        async with asyncio.timeout(PATIENCE_S):
+            end = await one.ended()
+    assert end.cause is Cause.PLATFORM_KILLED
+    assert "of another CPU" in end.message
+    os.truncate(node.backend.node.disks.root / f"{two.machine.name}.suspended" / "memory", 1 << 20)
+    two.freeze(False)
+    async with asyncio.timeout(PATIENCE_S):
+        assert "was cut" in (await two.ended()).message
 
 
 async def test_a_storm_beyond_memory(node: Node, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from dsec.channel.operation import GuestOperation, again
 from dsec.channel.poller import poller
@@ -117,7 +118,7 @@ class SocketChannel:
         on_broken: Callable[[str], None] | None = None,
         on_eof: Callable[[], None] | None = None,
         token: bytes = b"",
-    ) -> SocketChannel:
+    ) -> Self:
         """Greet the guest and take over what it runs; owns `sock` from now on. The caller bounds the time.
 
         `on_broken(reason)`: the guest broke the protocol. `on_eof()`: it closed the channel, or died. `token`: of a

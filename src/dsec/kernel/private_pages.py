@@ -1,4 +1,4 @@
-"""The memory that a process has mapped privately from one file, as it is now, copied into another file.
+"""The memory that a process has mapped privately from one file, as it is now, copied into another.
 
 What the process wrote to is pages of its own, and the rest is the file's. So a copy is two steps: the file's content,
 which doesn't change, while the process runs (`Copy.begin`), and its own pages while it stands still (`Copy.finish`).
@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from dsec.kernel.syscalls import KernelError
 _PAGE = mmap.PAGESIZE
 _STEP = 8 << 20
 _IOV_MAX = 1024
-_AREA = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ \d+ +/memfd:.*")
+_AREA = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+ [1-9]\d*) .*")
 _SCAN = 0xC0606610  # PAGEMAP_SCAN, Linux 6.7
 _SCAN_ARGUMENT = struct.Struct("<12Q")
 _REGIONS = 2048
@@ -39,7 +38,7 @@ _libc.process_vm_readv.argtypes = (
 
 
 class Area(NamedTuple):
-    """A part of a process's memory that a memfd is mapped to."""
+    """A part of a process's memory that a file is mapped to."""
 
     start: int
     end: int
@@ -50,14 +49,16 @@ class Area(NamedTuple):
 class Copy:
     """One copy in the making; blocks, for a thread. Close it."""
 
-    def __init__(self, pid: int, size: int, name: str) -> None:
-        """Of the process's only memfd that is mapped privately, whose first `size` bytes all are. Raises KernelError,
-        OSError."""
+    def __init__(self, pid: int, size: int, into: Path | None = None) -> None:
+        """Of the process's file whose first `size` bytes are all mapped privately, into a new memfd or file. Raises
+        KernelError, OSError."""
         self._pid = pid
-        self._areas = list(_areas(pid, size))
-        if sum(area.end - area.start for area in self._areas) != size:
-            raise KernelError(errno.ENXIO, f"find the {size} bytes of memory of process {pid}")
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._areas = _areas(pid, size)
+        self._sealed = into is None
+        if into is None:
+            self.fd = os.memfd_create("copy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            self.fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(self.fd, size)
             self._memory: mmap.mmap | None = mmap.mmap(self.fd, size)
@@ -85,7 +86,8 @@ class Copy:
                 os.close(base)
 
     def finish(self) -> int:
-        """The process's own pages; it stands still. The file, for good: nothing writes to it any more; the caller's."""
+        """The process's own pages; it stands still. The file, the caller's; a memfd for good: nothing writes to it any
+        more."""
         assert self._memory is not None
         first = ctypes.c_char.from_buffer(self._memory)
         base = ctypes.addressof(first)
@@ -97,8 +99,9 @@ class Copy:
         finally:
             del first
         self._unmap()
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        if self._sealed:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         found, self.fd = self.fd, -1
         return found
 
@@ -122,13 +125,18 @@ class Copy:
             self._memory = None
 
 
-def _areas(pid: int, size: int) -> Iterator[Area]:
+def _areas(pid: int, size: int) -> list[Area]:
+    found: dict[bytes, list[Area]] = {}
     for line in Path(f"/proc/{pid}/maps").read_bytes().split(b"\n"):
         match = _AREA.fullmatch(line)
         if match is not None:
-            found = Area(*(int(each, 16) for each in match.groups()))
-            if found.offset + found.end - found.start <= size:
-                yield found
+            area = Area(*(int(each, 16) for each in match.groups()[:3]))
+            if area.offset + area.end - area.start <= size:
+                found.setdefault(match[4], []).append(area)
+    for areas in found.values():
+        if sum(area.end - area.start for area in areas) == size:
+            return areas
+    raise KernelError(errno.ENXIO, f"find the {size} bytes of memory of process {pid}")
 
 
 def _copy(source: int, content: mmap.mmap, target: int, at: int) -> None:

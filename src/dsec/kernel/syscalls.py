@@ -18,6 +18,7 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 _OPEN_TREE = 428
+_PIDFD_GETFD = 438
 _MOVE_MOUNT = 429
 _FSOPEN = 430
 _FSCONFIG = 431
@@ -256,6 +257,11 @@ def pidfd_open(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError as error:
         raise KernelError(error.errno or 0, f"pidfd_open {pid}", {errno.EINVAL: "no thread group leader"}) from None
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """A descriptor of ours for what is another process's `fd`."""
+    return _check(_syscall(_PIDFD_GETFD, pidfd, fd, 0), "pidfd_getfd")
 
 
 def start_writeback(fd: int, offset: int, size: int) -> None:

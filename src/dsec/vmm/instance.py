@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,16 +11,27 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from dsec.errors import DsecError
 from dsec.kernel import paging
 from dsec.ports import GuestChannel, InstanceEnd, PagedOut, Usage
 from dsec.vmm.machine import Machine
 from dsec.wire.session import Status
+
+log = logging.getLogger(__name__)
 
 
 class MachineChannel(GuestChannel, Protocol):
     """A channel to a machine, which knows what its kernel last said of itself."""
 
     status: Status
+
+
+class Suspender(Protocol):
+    """What pauses machines by ending their VMMs."""
+
+    async def suspend(self, instance: MachineInstance) -> PagedOut: ...
+
+    def wake(self, instance: MachineInstance) -> None: ...
 
 
 class MachineInstance:
@@ -43,7 +55,11 @@ class MachineInstance:
         self.frozen = False
         self._disk_limit_bytes = disk_limit_bytes
         self._make_swap = make_swap
-        self._still = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        """Of whoever has the VMM do something for longer than a moment."""
+        self.suspended = False
+        """It has no VMM: its memory is in a file."""
+        self.suspender: Suspender | None = None
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
 
     @property
@@ -72,34 +88,50 @@ class MachineInstance:
     def freeze(self, frozen: bool) -> None:
         """As in `ports.PausableHost`: the VMM stands still. Its machine's clock goes on, as a container's does."""
         self._channel.hold(time.monotonic_ns() if frozen else 0)
-        if not self._still.locked():  # else what is being done sees to it at its end
-            self.machine.slot.freeze(frozen)
         self.frozen = frozen
+        if self.suspended and self.suspender is not None:
+            if not frozen:
+                self.suspender.wake(self)
+            return
+        if not self.lock.locked():  # else what is being done sees to it at its end
+            self.machine.slot.freeze(frozen)
         if not frozen:
             paging.may_swap(self.machine.slot, False)
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """Nothing in the machine moves meanwhile, but its VMM answers; one at a time. For some tens of milliseconds. A
-        frozen one may move for the few until its VMM has heard of it, and is frozen again. Raises `Unavailable`."""
+        """As `held`, one at a time."""
+        async with self.lock, self.held():
+            yield
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Nothing in the machine moves meanwhile, but its VMM answers; for who has the lock. A frozen one may move for
+        the few milliseconds until its VMM has heard of it, and is frozen again. Raises `Unavailable`."""
         slot, control = self.machine.slot, self.machine.control
-        async with self._still:
-            stopping = asyncio.ensure_future(control.stop())
-            await asyncio.sleep(0)  # it is said before the VMM can do anything else
-            if self.frozen:
-                slot.freeze(False)
-            try:
-                await stopping
-                yield
-            finally:
-                if self.frozen:
-                    slot.freeze(True)
-                    control.resume_soon()
-                else:
-                    await control.resume()
+        stopping = asyncio.ensure_future(control.stop())
+        await asyncio.sleep(0)  # it is said before the VMM can do anything else
+        if self.frozen:
+            slot.freeze(False)
+        try:
+            await stopping
+            yield
+        finally:
+            if self.suspended:
+                pass
+            elif self.frozen:
+                slot.freeze(True)
+                control.resume_soon()
+            else:
+                await control.resume()
 
     async def page_out(self) -> PagedOut:
         """As in `ports.PausableHost`. Memory that is still the template's stays: others share it."""
+        if self.suspender is not None:
+            try:
+                return await self.suspender.suspend(self)
+            except DsecError as error:
+                log.warning("sandbox %s can't be suspended: %s", self._sandbox_id, error.message)
         return await asyncio.to_thread(self._page_out)
 
     def _page_out(self) -> PagedOut:

@@ -117,14 +117,17 @@ class Machines:
         layers: Sequence[str],
         make: Callable[[int, int, int, tuple[LayerDisks, ...]], Command],
         console: Callable[[int], None] | None = None,
+        slot: Slot | None = None,
     ) -> Machine:
         """Start a VMM; returns when it answers. `disk` makes its disk, in a thread; `make(channel, control, disk,
         layers)` says which VMM, of descriptors. `console` is told a third socket before that, for its serial line.
+        `slot`: where it ran before, and goes on.
+        `slot`: where it ran before, and goes on.
         What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
         launcher = self.launcher
         if launcher is None:
             raise Unavailable("the launcher of virtual machines is being started again")
-        slot = self.pool.take(reservation, shape, name, 0)
+        slot = slot or self.pool.take(reservation, shape, name, 0)
         directory = self.root / name
         directory.mkdir(mode=0o700)
         with contextlib.ExitStack() as stack:
@@ -136,7 +139,7 @@ class Machines:
 
             own = await asyncio.to_thread(disk)
             stack.callback(os.close, own)
-            uid = UID_BASE + zlib.crc32(name.encode()) % UIDS
+            uid = uid_of(name)
             if self.driver.listens:
                 channel = control = opened(self._own_directory(directory, uid), os.O_PATH | os.O_CLOEXEC)
                 os.fchown(own, uid, uid)  # it opens what it is handed once more, as itself
@@ -202,6 +205,20 @@ class Machines:
 
     # --- ending ---
 
+    async def stop(self, machine: Machine) -> None:
+        """End its VMM alone: disk and cgroups stay, for `start` with its `slot`."""
+        name = machine.name
+        machine.control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(machine.pid, signal.SIGKILL)
+        await asyncio.wait((self._exits[name],), timeout=_EXIT_WAIT_S)
+        self._exits.pop(name, None)
+        self._pids.pop(name, None)
+        if self.launcher is not None:
+            await self.launcher.forget(name)
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        Path(machine.slot.v2, "vm").rmdir()  # noqa: ASYNC240 (microseconds)
+
     async def end(self, name: str, reservation: str, machine: Machine | None = None) -> None:
         """End it, and remove every trace. Idempotent; works on half-made ones."""
         if machine is not None:
@@ -229,3 +246,8 @@ class Machines:
         """Of machines that left anything behind."""
         left = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
         return left | self.disks.list()
+
+
+def uid_of(name: str) -> int:
+    """The user that a machine's VMM runs as."""
+    return UID_BASE + zlib.crc32(name.encode()) % UIDS

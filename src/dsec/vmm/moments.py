@@ -76,7 +76,7 @@ class Moments:
         _check_memory(handle["memory_bytes"])
         with contextlib.ExitStack() as undo:
             try:
-                copy = await asyncio.to_thread(Copy, instance.machine.pid, handle["memory_bytes"], "moment")
+                copy = await asyncio.to_thread(Copy, instance.machine.pid, handle["memory_bytes"])
                 undo.callback(copy.close)
                 await asyncio.to_thread(copy.begin)
                 state = os.memfd_create("state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -22,7 +22,9 @@ from typing import ClassVar
 from dsec.backends.microvm.captures import Captures
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.spares import Wanted
-from dsec.channel import SocketChannel, Spool
+from dsec.backends.microvm.suspends import Suspends
+from dsec.channel import Spool
+from dsec.channel.movable import MovableChannel
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.ports import Captured, Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
@@ -49,13 +51,16 @@ class MicroVmBackend:
     name: ClassVar[str] = "microvm"
     api_version: ClassVar[int] = 1
 
-    def __init__(self, node: VmNode, clock: Clock) -> None:
+    def __init__(self, node: VmNode, clock: Clock, *, suspend: bool = False) -> None:
+        """`suspend`: what is paused is written to a file, and its VMM ends; else it is frozen and paged out."""
         self.node = node
         self._clock = clock
         self._instances: dict[str, MachineInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self.moments = Moments(node.disks)
         self.captures = Captures(node, self.moments)
+        self.suspends = Suspends(node, self._watching)
+        self._suspend = suspend
 
     @property
     def epoch(self) -> int:
@@ -90,11 +95,14 @@ class MicroVmBackend:
                 continue
             if handle["vm"] in state.ended:
                 found[sandbox_id] = self._why(state.ended[handle["vm"]])
-            elif handle["vm"] in state.live and handle["slot"] in slots:
+            elif (handle["vm"] in state.live or self.suspends.has(handle["vm"])) and handle["slot"] in slots:
                 try:
-                    found[sandbox_id] = await self._adopt(sandbox_id, handle)
+                    found[sandbox_id] = await self._adopt(sandbox_id, handle, handle["vm"] in state.live)
                 except DsecError as error:
                     log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
+                    if handle["vm"] not in state.live:
+                        why = f"it can't be resumed: {error.message}"
+                        found[sandbox_id] = InstanceEnd(Cause.PLATFORM_KILLED, why)
         for sandbox_id, handle in known.items():
             if sandbox_id not in self._instances:
                 await self.destroy(sandbox_id, handle)
@@ -109,6 +117,7 @@ class MicroVmBackend:
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
         self._watches.clear()
         for instance in self._instances.values():
+            self.suspends.let_go(instance.sandbox_id)
             instance.forget()
             await instance.channel.close()
             instance.machine.control.close()
@@ -249,12 +258,12 @@ class MicroVmBackend:
     async def split(self, sandbox_id: str, handle: Handle) -> str:
         """As in `ports.ForkHost`."""
         self._check_same(handle)
-        return await self.moments.take(self._running(sandbox_id), handle)
+        return await self.moments.take(await self._in_a_vmm(sandbox_id), handle)
 
     async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
         """As in `ports.CaptureHost`."""
         self._check_same(handle)
-        return await self.captures.take(self._running(sandbox_id), handle, tuple(handle["layers"]))
+        return await self.captures.take(await self._in_a_vmm(sandbox_id), handle, tuple(handle["layers"]))
 
     def _check_same(self, handle: Handle) -> None:
         """Raises `Unsupported` where its state can't go on in another VMM."""
@@ -270,16 +279,18 @@ class MicroVmBackend:
         self.moments.drop(name)
         await self.captures.drop(name)
 
-    def _running(self, sandbox_id: str) -> MachineInstance:
+    async def _in_a_vmm(self, sandbox_id: str) -> MachineInstance:
+        """One that runs or stands still, but isn't suspended any more."""
         instance = self._instances.get(sandbox_id)
         if instance is None:
             raise Unavailable(f"sandbox {sandbox_id} does not run")
+        await self.suspends.awake(instance)
         return instance
 
     async def _serve(
         self, sandbox_id: str, sock: socket.socket, machine: Machine, handle: Handle, *, fresh: bool = False
     ) -> MachineInstance:
-        channel = await SocketChannel.open(
+        channel = await MovableChannel.open(
             sock,
             clock=self._clock,
             spool=Spool(self.node.host.volume.spool_path(sandbox_id), fresh=fresh),
@@ -294,16 +305,28 @@ class MicroVmBackend:
             make_swap=self.node.host.make_swap,
         )
         self._instances[sandbox_id] = instance
-        self._watches[sandbox_id] = asyncio.create_task(self._watch(instance), name=f"end of {sandbox_id}")
+        self._watching(instance, True)
+        if self._suspend:
+            self.suspends.serve(instance, handle)
         return instance
 
-    async def _adopt(self, sandbox_id: str, handle: Handle) -> MachineInstance:
+    def _watching(self, instance: MachineInstance, whether: bool) -> None:
+        if whether:
+            watch = asyncio.create_task(self._watch(instance), name=f"end of {instance.sandbox_id}")
+            self._watches[instance.sandbox_id] = watch
+        elif instance.sandbox_id in self._watches:
+            self._watches.pop(instance.sandbox_id).cancel()
+
+    async def _adopt(self, sandbox_id: str, handle: Handle, live: bool) -> MachineInstance:
+        """`live`: it has a VMM; else it is suspended, and gets one, to stand still in it."""
         slot = self.node.pool.find(handle["slot"], handle["vm"])
         assert slot is not None
-        frozen = slot.frozen
-        if frozen:  # its guest has to answer once
-            slot.thaw()
-        machine = await self.node.machines.adopt(handle["vm"], slot)
+        frozen = slot.frozen or not live
+        slot.thaw()  # its guest has to answer once
+        if live:
+            machine = await self.node.machines.adopt(handle["vm"], slot)
+        else:
+            machine = await self.suspends.restore(handle, slot)
         with contextlib.suppress(Unavailable):  # the last server may have died while it stood still for a copy
             await machine.control.resume()
         try:
@@ -312,6 +335,7 @@ class MicroVmBackend:
         except TimeoutError:
             machine.control.close()
             raise Unavailable("its guest doesn't answer") from None
+        self.suspends.remove(handle["vm"])
         if frozen:
             instance.freeze(True)
         return instance
@@ -340,11 +364,14 @@ class MicroVmBackend:
         watch = self._watches.pop(sandbox_id, None)
         if watch is not None:
             watch.cancel()
-        if instance is not None:
-            instance.forget()
-            instance.frozen = False  # a thread that pages it out stops
-            await instance.channel.close()
-        if handle:
-            spare = self.node.spares.take(handle["vm"])
-            await self.node.machines.end(handle["vm"], handle["slot"], instance.machine if instance else spare)
+        self.suspends.let_go(sandbox_id)
+        async with instance.lock if instance is not None else contextlib.nullcontext():
+            if instance is not None:
+                instance.forget()
+                instance.frozen = False  # a thread that pages it out stops
+                await instance.channel.close()
+            if handle:
+                spare = self.node.spares.take(handle["vm"])
+                await self.node.machines.end(handle["vm"], handle["slot"], instance.machine if instance else spare)
+                self.suspends.remove(handle["vm"])
         self.node.host.volume.remove_spool(sandbox_id)

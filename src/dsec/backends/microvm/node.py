@@ -10,13 +10,15 @@ from pathlib import Path
 from dsec.backends.microvm.spares import Spares
 from dsec.backends.microvm.templates import Templates
 from dsec.errors import CreateFailed, Unavailable
-from dsec.kernel.cgroups import CgroupRoot
+from dsec.kernel.cgroups import CgroupRoot, Slot
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine
 from dsec.vmm.node import MachineNode, VmHost
 from dsec.vmm.template_cache import Template
+
+_WRITE = os.O_RDWR | os.O_CLOEXEC
 
 
 class VmNode(MachineNode):
@@ -78,16 +80,25 @@ class VmNode(MachineNode):
         return machine
 
     async def go_on(
-        self, name: str, reservation: str, shape: Shape, cpus: float, template: Template, *, devices_only: bool = False
+        self,
+        name: str,
+        reservation: str,
+        shape: Shape,
+        cpus: float,
+        template: Template,
+        *,
+        devices_only: bool = False,
+        slot: Slot | None = None,
     ) -> Machine:
-        """The same of a template that is at hand. `devices_only`: as in `Start`."""
+        """The same of a template that is at hand. `devices_only`: as in `Start`. `slot`: a machine that goes on where
+        it ran before, with its own disk."""
         state = template.open_state()
         try:
             machine = await self.machines.start(
                 name,
                 reservation,
                 self.machines.group_shape(shape.memory_bytes, cpus),
-                disk=lambda: self.disks.copy(name, template.disk),
+                disk=lambda: os.open(template.disk, _WRITE) if slot else self.disks.copy(name, template.disk),
                 disk_bytes=shape.disk_bytes,
                 layers=shape.layers,
                 make=lambda channel, control, disk, layers: self.driver.command(
@@ -103,6 +114,7 @@ class VmNode(MachineNode):
                         devices_only=devices_only,
                     )
                 ),
+                slot=slot,
             )
         finally:
             os.close(state)
