@@ -28,7 +28,7 @@ class Tool(NamedTuple):
 
 
 _JAR = "javac -d /tmp/classes /tmp/Main.java && jar --create --file /tmp/program -C /tmp/classes ."
-_RUSTC = ("rustc", "-O", "--edition", "2021", "-o", "/tmp/program", "/tmp/main.rs")
+_RUSTC = ("rustc", "-O", "--edition", "2021", "-C", "linker=gcc", "-o", "/tmp/program", "/tmp/main.rs")
 _NATIVE = ("/tmp/program",)
 TOOLS = {
     Language.PYTHON: Tool("main.py", (), ("python3", "/tmp/main.py"), "python3"),

@@ -102,7 +102,9 @@ def _message(ended: Ended, limits: JudgeLimits) -> str:
     if ended.cause is Cause.SIGNALED and ended.signal:
         return f"ended by {_signal_name(ended.signal)}"
     return {
-        Cause.COMMAND_TIMEOUT: f"its wall_s of {limits.wall_s:g} s passed",
+        Cause.COMMAND_TIMEOUT: f"its cpu_s of {limits.cpu_s:g} s were used up"
+        if ended.wall_s < limits.wall_s
+        else f"its wall_s of {limits.wall_s:g} s passed",
         Cause.OUTPUT_LIMIT: f"it wrote more than its output_bytes of {limits.output_bytes} bytes",
         Cause.MEMORY_LIMIT: f"it ran into its memory limit of {limits.memory_bytes} bytes",
     }.get(ended.cause, "")
