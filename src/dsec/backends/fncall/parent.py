@@ -325,36 +325,39 @@ def withholding(register):
 def settle_hooks(warm):
     """Decide what of the withheld must run in each worker: nothing, where this is the only thread, and where the native
     part can give the random generators states of their own."""
-    threading, random, numpy = (sys.modules.get(name) for name in ("threading", "random", "numpy.random"))
-    if threading is not None and len(os.listdir("/proc/self/task")) > 1:
-        TO_RUN.append(threading._after_fork)
-    if random is not None:
-        random.seed()
-        state, address = random.getstate()[1], id(random._inst) + object.__basicsize__
-        packed = struct.pack("=i624I", state[-1], *state[:-1])
-        if type(random._inst).__basicsize__ < object.__basicsize__ + len(packed) or not (
-            ctypes.string_at(address, len(packed)) == packed and warm.warm_generator(address + 4, address)
-        ):
-            TO_RUN.append(random.seed)
-    if numpy is not None:
-        numpy.seed(int.from_bytes(os.urandom(4), "little"))
-        state, address = numpy.get_state(), state_of(numpy)
-        packed = state[1].tobytes() + struct.pack("=i", state[2])
-        if (
-            not address
-            or ctypes.string_at(address, len(packed)) != packed
-            or not warm.warm_generator(address, address + 2496)
-        ):
-            TO_RUN.append(numpy.seed)
+    if "threading" in sys.modules and len(os.listdir("/proc/self/task")) > 1:
+        TO_RUN.append(sys.modules["threading"]._after_fork)
+    for name, place_of in (("random", state_of_random), ("numpy.random", state_of_numpy)):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        try:
+            words, index, expected = place_of(module)
+            first = min(words, index)
+            known = ctypes.string_at(first, len(expected)) == expected and warm.warm_generator(words, index)
+        except Exception:  # of another version, or somebody else's of that name
+            known = False
+        if not known and hasattr(module, "seed"):
+            TO_RUN.append(module.seed)
 
 
-def state_of(numpy):
-    """The address of numpy's Mersenne Twister, or 0."""
-    try:
-        generator = numpy.mtrand._rand._bit_generator
-        return generator.ctypes.state_address if type(generator).__name__ == "MT19937" else 0
-    except AttributeError:  # of another version
-        return 0
+def state_of_random(random):
+    """Where its Mersenne Twister has its words, where their index, and what is there from the first of both on."""
+    random.seed()
+    state, address = random.getstate()[1], id(random._inst) + object.__basicsize__
+    expected = struct.pack("=i624I", state[-1], *state[:-1])
+    if type(random._inst).__basicsize__ < object.__basicsize__ + len(expected):
+        raise TypeError("another layout")
+    return address + 4, address, expected
+
+
+def state_of_numpy(numpy):
+    numpy.seed(int.from_bytes(os.urandom(4), "little"))
+    kind, words, index = numpy.get_state()[:3]
+    if kind != "MT19937":
+        raise TypeError("another generator")
+    address = numpy.mtrand._rand._bit_generator.ctypes.state_address
+    return address, address + 2496, words.tobytes() + struct.pack("=i", index)
 
 
 def rehearse(warm):
