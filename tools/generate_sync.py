@@ -25,7 +25,7 @@ TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
     "_sync_machine": ("_machine",),
-    "_sync_catalog": ("_catalog", "_functions"),
+    "_sync_catalog": ("_catalog", "_functions", "_rights"),
     "_sync_sandbox": ("_sandbox",),
     "_sync": ("_run", "_client"),
     "_sync_groups": ("_groups",),
@@ -45,6 +45,7 @@ CLASSES = {
     "AsyncSessions": "Sessions",
     "AsyncSandbox": "Sandbox",
     "AsyncCatalog": "Catalog",
+    "AsyncRights": "Rights",
     "AsyncFunction": "Function",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
@@ -58,7 +59,7 @@ from __future__ import annotations
 '''
 _NAMES = re.compile(
     r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Console|Checkpoints|Sandbox|Sessions?|Catalog|"
-    r"Function|Run|Client|Group)\b"
+    r"Rights|Function|Run|Client|Group)\b"
 )
 
 

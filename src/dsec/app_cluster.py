@@ -19,6 +19,7 @@ from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer, Stop
 from dsec.app import check_root, make_state, open_api, raise_open_files
 from dsec.cluster.apiserver import ClusterApi
+from dsec.cluster.audit import Audit
 from dsec.cluster.batches import Batches
 from dsec.cluster.bus import Bus, open_bus
 from dsec.cluster.certificates import Certificate, make_certificate
@@ -27,14 +28,17 @@ from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cl
 from dsec.cluster.fanout import Fanout
 from dsec.cluster.gate import Gate
 from dsec.cluster.handing import Handing
+from dsec.cluster.iam import Authority, IamRecord
+from dsec.cluster.iam_calls import IamCalls
 from dsec.cluster.jobs import Records
-from dsec.cluster.keys import KeyRecord, Keys
+from dsec.cluster.keys import KeyRecord, Keys, Wish
 from dsec.cluster.logs import SHARDS
 from dsec.cluster.member import Membership, host_of, keep_member
 from dsec.cluster.moves import Moved, Moves, make_streams
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.numbers import settle
 from dsec.cluster.overflow import OverflowConfig, OverflowKeeper, Record, read_overflow
+from dsec.cluster.quotas import Bounds, Quotas
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.shipping import Shipper
 from dsec.cluster.upstream import Upstream
@@ -44,7 +48,7 @@ from dsec.edge.logs import LogFormat, configure
 from dsec.errors import InvalidRequest
 from dsec.plan.iam import Iam
 from dsec.plan.placement import Placer
-from dsec.plan.quota import Holder
+from dsec.plan.quota import Holder, Ledger
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Watch, WatchPolicy
 from dsec.spec.cluster import NodeFacts
@@ -221,21 +225,25 @@ async def open_cluster(
     for). Raises `Unavailable`."""
     instance = f"{APISERVER}-{secrets.token_hex(6)}"
     iam = Iam()
+    bounds = Bounds(iam)
     scheduler = Scheduler(
         placer=Placer(instance, Random(instance)),
         watch=Watch(WatchPolicy(lost_s=lost_s, mass_lost_s=10 * lost_s)),
-        holder=Holder(instance, lambda project: (), expiry_s=ORDER_S),
+        holder=Holder(instance, bounds.charges, expiry_s=ORDER_S),
         iam=iam,
     )
     async with AsyncExitStack() as undo:
         nodes = Nodes(bus, await bus.bucket("dsec_members", Member, replicas=replicas), scheduler)
-        keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas))
+        authority = Authority(await bus.bucket("dsec_iam", IamRecord, replicas=replicas), iam)
+        keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas), authority)
+        audit = await Audit.open(bus, replicas)
         runs = ClusterRuns(bus, await bus.bucket("dsec_runs", RunRecord, replicas=replicas), nodes)
+        quotas = Quotas(bus, await bus.bucket("dsec_ledgers", Ledger, replicas=replicas), authority, scheduler, bounds)
         made = await bus.bucket("dsec_made", Made, replicas=replicas, ttl_s=MADE_S)
         upstream = Upstream(nodes, instance)
         await upstream.start()
         undo.push_async_callback(upstream.close)
-        creations = Creations(nodes, upstream, Records(made, instance), runs)
+        creations = Creations(nodes, upstream, Records(made, instance), runs, quotas)
         moved = await bus.bucket("dsec_moved", Moved, replicas=replicas)
         moves = Moves(bus, moved, made, nodes, upstream, runs)
         await make_streams(bus, replicas=replicas, most_bytes=log_bytes // SHARDS if log_bytes > 0 else -1)
@@ -246,16 +254,21 @@ async def open_cluster(
             elastic = OverflowKeeper(overflow, nodes, machines, instance=instance, urls=bus.urls)
             elastic.start()
             undo.push_async_callback(elastic.close)
-        for each in (keys, runs, moves):
+        for each in (authority, keys, runs, moves):
             each.start()
             undo.push_async_callback(each.close)
+        await quotas.start()
+        undo.push_async_callback(quotas.close)
+        fanout = Fanout(nodes, upstream, moves)
         yield ClusterApi(
             nodes=nodes,
             upstream=upstream,
             creations=creations,
             batches=Batches(creations),
-            fanout=Fanout(nodes, upstream, moves),
+            fanout=fanout,
             keys=keys,
+            iam=IamCalls(authority, keys, audit, ended=fanout.end_project, live=nodes.live_in),
+            audit=audit,
             runs=runs,
             moves=moves,
             version=installed_version(),
@@ -274,8 +287,12 @@ def create_key(joining: Joining, project: str, label: str, ttl_s: float | None, 
     async def run() -> str:
         bus = await open_bus(joining.urls, credentials)
         try:
-            keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas))
-            return await keys.create(project, label, ttl_s=ttl_s)
+            authority = Authority(await bus.bucket("dsec_iam", IamRecord, replicas=replicas), Iam())
+            keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas), authority)
+            audit = await Audit.open(bus, replicas)
+            secret, key_id = await keys.create(Wish(project=project, label=label, ttl_s=ttl_s))
+            await audit.note("key.create", by="operator", project=project, about=key_id)
+            return secret
         finally:
             await bus.close()
 

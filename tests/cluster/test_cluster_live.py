@@ -14,7 +14,16 @@ from cluster_kit import Cluster, eventually, running, until
 
 from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
 from dsec.cluster.credentials import read_credentials
-from dsec.errors import Conflict, RunFenced, SandboxLost, SandboxNotFound, Unauthenticated, Unsupported
+from dsec.errors import (
+    Conflict,
+    EnvironmentNotFound,
+    QuotaExceeded,
+    RunFenced,
+    SandboxLost,
+    SandboxNotFound,
+    Unauthenticated,
+    Unsupported,
+)
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
 
@@ -137,6 +146,54 @@ async def test_who_may_do_what(cluster: Cluster, one: AsyncClient, other: AsyncC
             with pytest.raises(Unauthenticated):  # an edge believes apiservers alone
                 await stranger.list()
     await box.kill()
+
+
+async def test_a_solver_cant_start_a_graders_environment(one: AsyncClient, other: AsyncClient) -> None:
+    await one.rights.create_project("school")
+    for path in ("school/solve", "school/grade"):
+        await one.rights.create_project(path)
+    keys = {path: (await one.rights.create_key(project=f"school/{path}"))["key"] for path in ("solve", "grade")}
+    name = "hidden-tests"
+    async with AsyncClient(one.url, keys["grade"]) as grader, AsyncClient(other.url, keys["solve"]) as solver:
+        layers = (await one.environments())["debian"]
+        for _ in range(4):  # without a shared store a name is on one node: each call goes to the next
+            await grader.catalog.create_environment(name, layers)
+        box = await grader.create(name, **SMALL)
+        for node in (1, 2):
+            with pytest.raises(EnvironmentNotFound):
+                await solver.create(name, **at(node))
+        assert name not in await solver.environments()
+        with pytest.raises(SandboxNotFound):
+            await solver.connect(box.id)
+        with pytest.raises(SandboxNotFound):
+            await solver.kill(box.id)
+        await one.rights.delete_project("school")
+        with pytest.raises(Unauthenticated):
+            await grader.connect(box.id)
+
+
+async def test_a_quota_holds_while_its_node_restarts(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    await one.rights.create_project("small", quota={"sandboxes": 3})
+    key = (await one.rights.create_key(project="small"))["key"]
+    async with AsyncClient(one.url, key) as first, AsyncClient(other.url, key) as second:
+        boxes = [await first.create("debian", **at(1)), await first.create("debian", **at(1))]
+        cluster.edges[0].kill()
+        cluster.edges[0].start()
+        boxes.append(await second.create("debian", **at(1)))
+        for client in (first, second):
+            with pytest.raises(QuotaExceeded):
+                await client.create("debian", **at(2))
+        await boxes[0].kill()
+
+        async def has_room() -> bool:
+            try:
+                await second.create("debian", **at(2))
+            except QuotaExceeded:
+                return False
+            return True
+
+        await eventually(has_room)
+        await one.rights.delete_project("small")
 
 
 async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:

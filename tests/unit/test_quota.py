@@ -26,7 +26,7 @@ def test_shares_never_pass_the_limit() -> None:
 
 
 def test_what_was_sent_counts_until_it_is_certain_that_it_never_arrived() -> None:
-    holder = Holder("a", lambda project: ["lab"], expiry_s=60.0)
+    holder = Holder("a", lambda account: [("lab", 1)], expiry_s=60.0)
     holder.shares["lab"] = 10
     holder.spend("lab/x", 1, 6, now=0.0)
     assert holder.free("lab/y") == 4
@@ -46,7 +46,7 @@ def test_what_was_sent_counts_until_it_is_certain_that_it_never_arrived() -> Non
 
 def test_what_was_sent_to_the_next_process_outlives_its_first_report() -> None:
     """An order may pass the first report of a node that has just joined again."""
-    holder = Holder("a", lambda project: ["lab"], expiry_s=60.0)
+    holder = Holder("a", lambda account: [("lab", 1)], expiry_s=60.0)
     holder.shares["lab"] = 10
     holder.report(1, "first", {}, now=0.0)
     holder.spend("lab", 1, 4, now=1.0)
@@ -58,7 +58,7 @@ def test_what_was_sent_to_the_next_process_outlives_its_first_report() -> None:
 
 
 def test_without_a_quota_nothing_is_counted() -> None:
-    holder = Holder("a", lambda project: [], expiry_s=60.0)
+    holder = Holder("a", lambda account: [], expiry_s=60.0)
     holder.spend("p", 1, 5, now=0.0)
     assert holder.free("p") is None
     assert holder.short("p", 100) == []
@@ -71,7 +71,7 @@ def test_races_of_holders_edges_and_reports(seed: int) -> None:
     rng = random.Random(seed)
     limit, now = 20, 0.0
     ledger = Ledger(limit=limit)
-    holders = [Holder(name, lambda project: ["p"], expiry_s=5.0) for name in "abc"]
+    holders = [Holder(name, lambda account: [("p", 1)], expiry_s=5.0) for name in "abc"]
     live: Counter[tuple[str, int]] = Counter()
     taken: Counter[tuple[str, int]] = Counter()
     instance = {1: 0, 2: 0}

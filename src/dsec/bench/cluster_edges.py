@@ -33,10 +33,12 @@ from dsec.cluster.bus import open_bus
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.gate import Gate
 from dsec.cluster.member import Membership, keep_member
-from dsec.edge.client import DeleteItem, NodeInfo
-from dsec.edge.clustered import Counts
+from dsec.edge.client import DeleteItem, NodeInfo, Page
+from dsec.edge.clustered import Counts, charged_by
+from dsec.edge.context import CHARGED_TO
 from dsec.edge.kept import BatchItem
 from dsec.errors import DsecError, NotFound, SandboxNotFound
+from dsec.plan.quota import account_of
 from dsec.spec.cluster import NodeFacts
 from dsec.spec.ids import SandboxId, encode_id
 from dsec.spec.runs import RunInfo
@@ -60,6 +62,15 @@ class Locality(Struct):
     asked: int = 0
     hits: int = 0
     by_chance: float = 0.0
+
+
+class _Group(Struct, frozen=True):
+    """What sandboxes that are alike share."""
+
+    project: str
+    spec: SandboxSpec
+    charge: tuple[str, str]
+    """The apiserver and the account that they count on."""
 
 
 class Fleet:
@@ -91,6 +102,7 @@ class Fleet:
             "asked": self.locality.asked,
             "hits": self.locality.hits,
             "by_chance": self.locality.by_chance,
+            "projects": sum((edge.projects for edge in self.edges), Counter()),
             "serving": sum(edge.serves for edge in self.edges),
         }
 
@@ -112,7 +124,7 @@ class SimEdge:
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.number = number
-        self.live: dict[int, tuple[str, SandboxSpec]] = {}
+        self.live: dict[int, _Group] = {}
         self.made = 0
         self.member: Membership | None = None
         self.metrics = ServerMetrics("0")
@@ -120,8 +132,10 @@ class SimEdge:
         self.ports = self
         self._fleet = fleet
         self._key = secrets.token_bytes(16)
-        self._groups: dict[tuple[str, str | None, str], tuple[str, SandboxSpec]] = {}
-        self._projects: Counter[str] = Counter()
+        self._groups: dict[tuple[object, ...], _Group] = {}
+        self._taken: Counter[tuple[str, str]] = Counter()
+        self._charged: Counter[tuple[str, str]] = Counter()
+        self.projects: Counter[str] = Counter()
         self._runs: Counter[str] = Counter()
         self._layers: OrderedDict[str, None] = OrderedDict()
         self._answers: OrderedDict[str, list[int]] = OrderedDict()
@@ -150,7 +164,8 @@ class SimEdge:
         )
 
     def counts(self) -> Counts:
-        return Counts(dict(self._projects), dict(self._runs), sorted(self._layers), 4.0)
+        charged = charged_by(self._taken, self._charged)
+        return Counts(dict(self.projects), dict(self._runs), sorted(self._layers), 4.0, charged)
 
     def hear_run(self, project: str, run: RunInfo) -> None:
         pass
@@ -161,16 +176,30 @@ class SimEdge:
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
-    def _create(self, project: str, spec: SandboxSpec, key: str) -> int:
+    def _create(self, group: _Group) -> int:
         self.made += 1
-        number = self.made
-        group = self._groups.setdefault((project, spec.run, spec.environment), (project, spec))
-        self.live[number] = group
-        self._projects[project] += 1
+        self.live[self.made] = group
+        self._taken[group.charge] += 1
+        self._count(group, 1)
+        return self.made
+
+    def _group(self, project: str, spec: SandboxSpec) -> _Group:
+        """Those of one project, apiserver and environment are one group."""
+        holder = CHARGED_TO.get()
+        name = (project, holder, spec.run or "", spec.environment, spec.cpus, spec.memory_bytes)
+        found = self._groups.get(name)
+        if found is None:
+            account = account_of(project, spec.backend, spec.cpus, spec.memory_bytes)
+            found = self._groups[name] = _Group(project, spec, (holder, account))
+        return found
+
+    def _count(self, group: _Group, count: int) -> None:
+        project, spec = group.project, group.spec
+        _add(self.projects, project, count)
         if spec.run is not None:
-            self._runs[f"{project}\0{spec.run}"] += 1
-        self._memory += spec.memory_bytes
-        return number
+            _add(self._runs, f"{project}\0{spec.run}", count)
+        _add(self._charged, group.charge, count)
+        self._memory += count * spec.memory_bytes
 
     def _touch(self, run: str | None, environment: str, count: int) -> None:
         """Its layers are here from now on."""
@@ -190,26 +219,16 @@ class SimEdge:
     def end(self, numbers: list[int]) -> None:
         """They are gone; unknown ones are nothing."""
         for number in numbers:
-            found = self.live.pop(number, None)
-            if found is not None:
-                project, spec = found
-                self._less(self._projects, project)
-                if spec.run is not None:
-                    self._less(self._runs, f"{project}\0{spec.run}")
-                self._memory -= spec.memory_bytes
-
-    @staticmethod
-    def _less(counts: Counter[str], name: str) -> None:
-        counts[name] -= 1
-        if not counts[name]:
-            del counts[name]
+            group = self.live.pop(number, None)
+            if group is not None:
+                self._count(group, -1)
 
     def _info(self, number: int) -> SandboxInfo:
         sandbox = encode_id(SandboxId(self.number, 1, number), self._key)
         return SandboxInfo(
             id=sandbox,
             state=State.RUNNING,
-            spec=self.live[number][1],
+            spec=self.live[number].spec,
             created_at=time.time(),
             create_ms=4.0,
             token=f"dst_{sandbox}_{secrets.token_urlsafe(32)}",
@@ -245,6 +264,8 @@ class SimEdge:
             body = b"".join(lines)
             await x.begin(200, b"application/x-ndjson", (b"content-length", b"%d" % len(body)))
             await x.finish(body)
+        elif method == "GET" and raw == b"/v1/sandboxes":
+            await x.answer(200, self._page(principal.project, x.value("limit", int, 100), x.text("after")))
         elif method == "POST" and raw == b"/v1/sandboxes:delete":
             ids = x.decode(_DELETE, await x.body(MAX_BATCH_BYTES)).ids
             self.end([_number(each) for each in ids])
@@ -257,6 +278,13 @@ class SimEdge:
         else:
             raise NotFound("a simulated edge has nothing else")
 
+    def _page(self, project: str, limit: int, after: str | None) -> Page:
+        """All of them are running; ids are in the order of numbers."""
+        first = 0 if after is None else _number(after) + 1
+        numbers = sorted(n for n, group in self.live.items() if group.project == project and n >= first)
+        found = [self._info(number) for number in numbers[:limit]]
+        return Page(sandboxes=found, next=found[-1].id if len(numbers) > limit else None)
+
     def _make(self, project: str, specs: list[SandboxSpec], key: str) -> list[int]:
         """The same key again gives the same sandboxes."""
         known = self._answers.get(f"{project}\0{key}") if key else None
@@ -264,11 +292,18 @@ class SimEdge:
             return known
         for (run, environment), count in Counter((spec.run, spec.environment) for spec in specs).items():
             self._touch(run, environment, count)
-        made = [self._create(project, spec, key) for spec in specs]
+        made = [self._create(self._group(project, spec)) for spec in specs]
         self._answers[f"{project}\0{key}"] = made
         if len(self._answers) > KEYS_KEPT:
             self._answers.popitem(last=False)
         return made
+
+
+def _add(counts: Counter[Any], name: object, count: int) -> None:
+    """Nothing is kept of what there is none of."""
+    counts[name] += count
+    if not counts[name]:
+        del counts[name]
 
 
 def _number(sandbox_id: str) -> int:

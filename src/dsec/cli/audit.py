@@ -10,13 +10,16 @@ from typing import Any
 import click
 
 from dsec.cli.output import json_option, wants_json, write_json, write_table
+from dsec.cli.rights import show_audit
 from dsec.errors import InvalidRequest, Unsupported
 
 EXIT_FAILED = 1
 
 
 @click.command("audit")
-@click.option("--self-test", is_flag=True, required=True, help="Try the catalogue of misbehaviour in real sandboxes.")
+@click.option("--self-test", is_flag=True, help="Try the catalogue of misbehaviour in real sandboxes.")
+@click.option("--after", type=click.IntRange(0), default=0, help="Entries of a cluster after this number.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="So many of them.")
 @click.option("--environment", default="debian", show_default=True, help="Of which; with python3 and git.")
 @click.option("--backend", default="container", show_default=True, help="Of which kind.")
 @click.option("--group", "groups", multiple=True, help="These groups of cases only.")
@@ -26,6 +29,8 @@ EXIT_FAILED = 1
 @json_option
 def audit(  # noqa: PLR0917 (click passes by name)
     self_test: bool,
+    after: int,
+    limit: int,
     environment: str,
     backend: str,
     groups: tuple[str, ...],
@@ -34,11 +39,14 @@ def audit(  # noqa: PLR0917 (click passes by name)
     state: Path | None,
     as_json: bool,
 ) -> int:
-    """Misbehave in sandboxes in every way of the catalogue, and say what was expected and what was seen.
+    """What was changed and refused in a cluster's project: keys, roles, projects, nodes, calls without a right.
 
+    With --self-test: misbehave in sandboxes in every way of the catalogue, and say what was expected and what was seen.
     Exit code 1 where a case isn't as expected.
     """
-    del self_test  # the only audit there is
+    if not self_test:
+        show_audit(after, limit, as_json)
+        return 0
     try:
         from dsec.rollout.server import LocalServer, default_state
         from dsec.testing.misbehaviour import CASES, Arena, Outcome, run_cases

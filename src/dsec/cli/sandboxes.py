@@ -117,18 +117,36 @@ def key() -> None:
 @click.option("--internet", is_flag=True, help="It may grant `internet`.")
 @click.option("--private", is_flag=True, help="It may grant private addresses.")
 @click.option("--default", multiple=True, metavar="PERMISSION", help="What E2B's sandboxes get when they don't say.")
+@click.option("--project", "path", help="In a cluster: of this one, at or below the key's.")
+@click.option("--principal", help="In a cluster: it uses the roles of this person:, agent: or service:NAME.")
+@click.option("--scope", "scopes", multiple=True, help="In a cluster: it may at most this, such as sandboxes.create.")
+@click.option("--ttl-s", type=click.FloatRange(0, min_open=True), help="In a cluster: it ends so long from now.")
 @json_option
 def create_key(  # noqa: PLR0917 (click passes by name)
-    label: str, allow: tuple[str, ...], internet: bool, private: bool, default: tuple[str, ...], as_json: bool
+    label: str,
+    allow: tuple[str, ...],
+    internet: bool,
+    private: bool,
+    default: tuple[str, ...],
+    path: str | None,
+    principal: str | None,
+    scopes: tuple[str, ...],
+    ttl_s: float | None,
+    as_json: bool,
 ) -> None:
-    """Make a key. It is shown this once. Without options it may grant what the key that makes it may."""
+    """Make a key. It is shown this once. Without options it may do and grant what the key that makes it may."""
     policy = None
     if allow or internet or private or default:
         policy = KeyPolicy(allow=allow or ("*",), internet=internet, private=private, default=grants(default))
 
     async def work() -> str:
         async with AsyncClient() as client:
-            return await client.create_key(label, policy=policy)
+            if path is None and principal is None and not scopes and ttl_s is None:
+                return await client.create_key(label, policy=policy)
+            made = await client.rights.create_key(
+                label, project=path, principal=principal, scopes=list(scopes) or None, ttl_s=ttl_s, policy=policy
+            )
+            return str(made["key"])
 
     made = asyncio.run(work())
     if as_json:
@@ -147,6 +165,21 @@ def revoke_key(key_id: str) -> None:
             await client.revoke_key(key_id)
 
     asyncio.run(work())
+
+
+@key.command("rotate")
+@click.argument("key_id")
+@click.option("--overlap-s", type=click.FloatRange(0, 604800), default=300.0, show_default=True)
+@json_option
+def rotate_key(key_id: str, overlap_s: float, as_json: bool) -> None:
+    """In a cluster: a new key with the same rights; the old one is good for a while more."""
+
+    async def work() -> dict[str, Any]:
+        async with AsyncClient() as client:
+            return await client.rights.rotate_key(key_id, overlap_s=overlap_s)
+
+    made = asyncio.run(work())
+    write_json(made) if as_json else click.echo(made["key"])
 
 
 @key.command("ls")

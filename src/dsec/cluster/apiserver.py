@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from dsec.api.batch import MAX_ITEMS, BatchRequest, deadline, idempotency_key
-from dsec.api.control import KeyRequest, Keys, NewKey, RunList, RunRenewal, pair
+from dsec.api.control import RunList, RunRenewal, pair
 from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange, Receive, Scope, Send, headers_of
 from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.api.metrics import ServerMetrics, exposition
@@ -23,10 +23,14 @@ from dsec.api.ports.heads import credentials
 from dsec.api.ports.hosts import ENVD_PORT, find_any
 from dsec.api.ports.raw import RAW
 from dsec.api.quick import ShortWay
+from dsec.cluster.admission import Admission
+from dsec.cluster.audit import Audit
 from dsec.cluster.batches import Batches
 from dsec.cluster.creating import Creations
 from dsec.cluster.fanout import NDJSON, Fanout
 from dsec.cluster.foreign import Foreign
+from dsec.cluster.iam import Caller
+from dsec.cluster.iam_calls import IamCalls
 from dsec.cluster.keys import Keys as KeyStore
 from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
@@ -39,13 +43,12 @@ from dsec.cluster.wire import Member
 from dsec.edge.client import Principal
 from dsec.edge.observed import Check, Readiness
 from dsec.edge.tally import Family, Sample
-from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, PermissionDenied, SandboxLost, Unavailable
+from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, SandboxLost, Unavailable
+from dsec.spec.iam import Verb
 from dsec.spec.runs import RunRequest
 from dsec.spec.sandbox import SandboxSpec
 from dsec.spec.trajectory import RebuildRequest
 
-OPERATOR = "default"
-"""The project whose keys may look at nodes, cordon them, and make keys of other projects."""
 ENVD = b"%d-" % ENVD_PORT
 DRAIN_S = 300.0
 """How long a drain waits for commands to end."""
@@ -67,6 +70,8 @@ class ClusterApi:
         batches: Batches,
         fanout: Fanout,
         keys: KeyStore,
+        iam: IamCalls,
+        audit: Audit,
         runs: ClusterRuns,
         moves: Moves,
         version: str,
@@ -76,11 +81,12 @@ class ClusterApi:
         self._creations = creations
         self._batches = batches
         self._fanout = fanout
-        self._keys = keys
+        self._audit = audit
+        self._admission = Admission(keys, iam.authority, audit)
         self._runs = runs
         self._moves = moves
         self._foreign = Foreign(
-            nodes=nodes, upstream=upstream, creations=creations, fanout=fanout, keys=keys, moves=moves
+            nodes=nodes, upstream=upstream, creations=creations, fanout=fanout, admission=self._admission, moves=moves
         )
         self.metrics = ServerMetrics(version)
         self.ports = _Ports()
@@ -89,7 +95,10 @@ class ClusterApi:
             "sandboxes": self._sandboxes,
             "named": self._named,
             "runs": self._run_calls,
-            "keys": self._key_calls,
+            "keys": lambda x, rest: iam.keys(x, rest, _caller(x)),
+            "projects": lambda x, rest: iam.projects(x, rest, _caller(x)),
+            "roles": lambda x, rest: iam.roles(x, rest, _caller(x)),
+            "audit": lambda x, rest: iam.audit(x, rest, _caller(x)),
             "node": self._node,
             "nodes": self._node_calls,
         }
@@ -131,7 +140,7 @@ class ClusterApi:
         elif raw.startswith(SANDBOXES):
             await self._sandbox(x, raw)
         elif raw.startswith("/v1/"):
-            x.principal = await self._keys.authenticate(x.bearer())
+            x.principal = await self._admission.admit(x.bearer(), x.scope)
             await self._check_run(x)
             head, _, rest = raw[4:].partition("/")
             name, _, verb = head.partition(":")
@@ -164,7 +173,7 @@ class ClusterApi:
         """A call on one sandbox: its edge's business. A sandbox's token is for the edge to look at, too."""
         sandbox_id, _, rest = raw[len(SANDBOXES) :].partition("/")
         bearer = x.bearer()
-        principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
+        principal = None if bearer.startswith("dst_") else await self._admission.admit(bearer, x.scope)
         x.principal = principal or Principal("", sandbox_id)
         await self._check_run(x)
         try:
@@ -190,7 +199,9 @@ class ClusterApi:
     async def _port(self, x: Exchange, sandbox_id: str) -> None:
         """A request for a port of a sandbox, by host name."""
         shown = next((value for value in credentials(x.scope["headers"]) if value.startswith(b"dsk_")), None)
-        principal = await self._keys.authenticate(shown.decode("latin-1")) if shown is not None else None
+        principal = None
+        if shown is not None:
+            principal = await self._admission.admit_to(shown.decode("latin-1"), Verb.USE, sandbox_id)
         member = await self._moves.find(sandbox_id)
         if RAW in x.scope:
             await tunnel(x, member, self._upstream.port_headers(x, member, principal))
@@ -217,7 +228,7 @@ class ClusterApi:
         sandbox_id = raw[len(SANDBOXES) :].partition("/")[0]
         headers = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-request-id")}
         bearer = headers.get(b"authorization", b"").decode("latin-1").partition(" ")[2].strip()
-        principal = None if bearer.startswith("dst_") else await self._keys.authenticate(bearer)
+        principal = None if bearer.startswith("dst_") else await self._admission.admit(bearer, scope, "GET")
         member = await self._moves.find(sandbox_id)
         if principal is not None:
             bearer = self._upstream.bearer(member, principal)
@@ -318,24 +329,6 @@ class ClusterApi:
                 200, RunList(self._runs.list(project) if name is None else [await self._runs.get(project, name)])
             )
 
-    async def _key_calls(self, x: Exchange, rest: str) -> None:
-        principal = x.owner()
-        method = x.scope["method"]
-        if rest:
-            x.only("DELETE")
-            key_id = unquote(rest)
-            if all(key.id != key_id for key in self._keys.list(principal.project)):
-                raise NotFound(f"the project has no key {key_id!r}", remedy="GET /v1/keys lists them")
-            await self._keys.revoke(key_id)
-            await x.empty()
-        elif method == "POST":
-            asked = x.decode(msgspec.json.Decoder(KeyRequest), await x.body())
-            key = await self._keys.create(principal.project, asked.label, asked.policy, by=principal)
-            await x.answer(201, NewKey(principal.project, key))
-        else:
-            x.only("GET", "POST")
-            await x.answer(200, Keys(self._keys.list(principal.project)))
-
     async def _node(self, x: Exchange, rest: str) -> None:
         """`/v1/node`: the cluster as if it were one."""
         if rest:
@@ -346,8 +339,6 @@ class ClusterApi:
 
     async def _node_calls(self, x: Exchange, rest: str) -> None:
         """`/v1/nodes`, `/v1/nodes/{edge}/cordon`, `.../uncordon`, `.../drain`"""
-        if x.owner().project != OPERATOR:
-            raise PermissionDenied(f"nodes are for keys of the project {OPERATOR!r}")
         if not rest:
             x.only("GET")
             await x.answer(200, {"nodes": [self._describe(member) for member in self._nodes.members()]})
@@ -356,6 +347,8 @@ class ClusterApi:
         if not number.isdigit() or len(number) > 5 or verb not in ("cordon", "uncordon", "drain"):
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
         x.only("POST")
+        caller = _caller(x)
+        await self._audit.note(f"node.{verb}", by=caller.name, project=caller.project, about=number)
         if verb == "drain":
             await self._drain(x, int(number))
             return
@@ -400,7 +393,7 @@ class ClusterApi:
         return Readiness(True, [Check(name="edges", ok=True)])
 
     async def _metrics(self, x: Exchange) -> None:
-        x.principal = await self._keys.authenticate(x.bearer())
+        x.principal = await self._admission.admit(x.bearer(), x.scope)
         self.metrics.watch()
         nodes: dict[str, int] = {}
         for member in self._nodes.members():
@@ -415,6 +408,12 @@ class ClusterApi:
         body = exposition([*self.metrics.families(), family])
         await x.begin(200, b"text/plain; version=0.0.4", (b"content-length", b"%d" % len(body)))
         await x.finish(body)
+
+
+def _caller(x: Exchange) -> Caller:
+    caller = x.owner()
+    assert isinstance(caller, Caller)
+    return caller
 
 
 class _Ports:

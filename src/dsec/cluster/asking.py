@@ -7,6 +7,7 @@ import hashlib
 from msgspec import Struct
 
 from dsec.plan.placement import Ask
+from dsec.plan.quota import account_of
 from dsec.spec.sandbox import SandboxSpec
 
 
@@ -30,6 +31,11 @@ def ask_of(spec: SandboxSpec, project: str) -> Ask:
         labels=frozenset(chosen.items()),
         burst=burst,
     )
+
+
+def account_for(spec: SandboxSpec, project: str) -> str:
+    """To which account of a quota a sandbox is charged."""
+    return account_of(project, spec.backend, spec.cpus, spec.memory_bytes)
 
 
 def record_key(project: str, spec: SandboxSpec, key: str | None) -> str | None:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from msgspec import Raw, Struct
 
-from dsec.cluster.asking import Answered, ask_of, comes_again, digest_of, hash_of, short
+from dsec.cluster.asking import Answered, account_for, ask_of, comes_again, digest_of, hash_of, short
 from dsec.cluster.creating import DEADLINE_S, RETRY_S, Creations
 from dsec.cluster.jobs import Known, Taken
 from dsec.cluster.upstream import NotSent
@@ -89,12 +89,13 @@ class Batches:
         key = key if key is not None else secrets.token_urlsafe(24)
         named = [index for index, spec in enumerate(specs) if spec.name is not None]
         groups = _groups(specs, principal.project)
+        await self._creations.quotas.pace(principal.project, len(specs) - len(named), deadline)
         await asyncio.gather(
             *(
                 _Group(self._creations, batch, principal, specs, indexes, f"{key}.{n}", deadline).begin(
-                    ask, on_record=on_record
+                    ask, account, on_record=on_record
                 )
-                for n, (ask, indexes) in enumerate(groups.items())
+                for n, ((ask, account), indexes) in enumerate(groups.items())
             )
         )
         width = asyncio.Semaphore(NAMED_WIDTH)
@@ -148,7 +149,7 @@ class _Group:
         self._last = b""
         """What the last node that refused a part said."""
 
-    async def begin(self, ask: Ask, *, on_record: bool) -> None:
+    async def begin(self, ask: Ask, account: str, *, on_record: bool) -> None:
         """Raises as `Creations.one`."""
         specs = self._specs
         alike = all(each is specs[0] for each in specs)
@@ -156,7 +157,7 @@ class _Group:
         name = "b" + hash_of(f"{self._principal.project}\0{self._key}") if on_record else None
         self._job = job = await self._creations.records.own(self._principal, name, digest, named=False)
         job.order, job.failed = self._order, self._failed
-        self._creations.begin(job, ask, len(specs), self._deadline)
+        self._creations.begin(job, ask, account, len(specs), self._deadline)
 
     # --- what becomes of them ---------------------------------------------------------------------------------------
 
@@ -264,15 +265,15 @@ class _Group:
         return False
 
 
-def _groups(specs: Sequence[SandboxSpec], project: str) -> dict[Ask, list[int]]:
-    """Indexes of those without a name, by what they ask for. Most batches are one spec many times."""
-    groups: dict[Ask, list[int]] = {}
+def _groups(specs: Sequence[SandboxSpec], project: str) -> dict[tuple[Ask, str], list[int]]:
+    """Indexes of those without a name, by what they ask for and are charged to."""
+    groups: dict[tuple[Ask, str], list[int]] = {}
     before, same = None, []
     for index, spec in enumerate(specs):
         if spec.name is not None:
             continue
         if spec is not before:
-            before, same = spec, groups.setdefault(ask_of(spec, project), [])
+            before, same = spec, groups.setdefault((ask_of(spec, project), account_for(spec, project)), [])
         same.append(index)
     return groups
 

@@ -154,10 +154,60 @@ class Bus:
 
         return Bucket(await _patiently(name, open_or_make), kind)
 
+    async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
+        """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
+        config = StreamConfig(
+            name=name,
+            subjects=[subject],
+            max_age=kept_s,
+            max_bytes=kept_bytes,
+            num_replicas=replicas,
+            storage=StorageType.FILE,
+            allow_direct=True,
+        )
+        try:
+            try:
+                await self._stream.stream_info(name)
+            except NotFoundError:
+                await self._stream.add_stream(config)
+        except (NatsError, TimeoutError) as error:
+            raise Unavailable(f"the stream {name!r} isn't there: {error or type(error).__name__}") from error
+        return Log(self._stream, name, subject)
+
     async def close(self) -> None:
         """Idempotent."""
         with contextlib.suppress(NatsError, TimeoutError):
             await self._client.close()
+
+
+class Log:
+    """A stream of entries."""
+
+    def __init__(self, stream: JetStreamContext, name: str, subject: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._subject = subject
+
+    async def append(self, value: object) -> int:
+        """Its number, when a majority of the servers has it. Raises `Unavailable`: it may be there."""
+        try:
+            return int((await self._stream.publish(self._subject, _encode(value))).seq)
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def read(self, after: int, limit: int) -> list[tuple[int, bytes]]:
+        """Entries after a number, oldest first; fewer than `limit` at the end. Raises `Unavailable`."""
+        found: list[tuple[int, bytes]] = []
+        try:
+            while len(found) < limit:
+                message = await self._stream.get_msg(self._name, seq=after + 1, next=True, subject=self._subject)
+                after = int(message.seq or 0)
+                found.append((after, message.data or b""))
+        except NotFoundError:
+            pass
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+        return found
 
 
 class Bucket(Generic[T]):

@@ -21,9 +21,10 @@ import msgspec
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from dsec.cluster.asking import Answered, ask_of, comes_again, digest_of, record_key
+from dsec.cluster.asking import Answered, account_for, ask_of, comes_again, digest_of, record_key
 from dsec.cluster.jobs import Job, Known, Records, Taken
 from dsec.cluster.nodes import Nodes
+from dsec.cluster.quotas import Quotas
 from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.upstream import NotSent, Upstream
 from dsec.cluster.wire import REFUSED, RUN, Member, RunNews
@@ -49,15 +50,16 @@ class Form(Struct, frozen=True):
 class Creations:
     """For the event loop."""
 
-    def __init__(self, nodes: Nodes, upstream: Upstream, records: Records, runs: ClusterRuns) -> None:
+    def __init__(self, nodes: Nodes, upstream: Upstream, records: Records, runs: ClusterRuns, quotas: Quotas) -> None:
         self.nodes = nodes
         self.scheduler: Scheduler = nodes.scheduler
         self.upstream = upstream
         self.records = records
+        self.quotas = quotas
         self._runs = runs
         self._jobs: dict[int, Job] = {}
         self._pumping = False
-        nodes.changed = self.pump
+        nodes.changed = quotas.pump = self.pump
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 
@@ -80,6 +82,8 @@ class Creations:
                         task = asyncio.ensure_future(job.order(order))
                         job.tasks.add(task)
                         task.add_done_callback(job.tasks.discard)
+                for need in out.needs:
+                    self.quotas.need(need)
                 if not out.failures and not out.orders:
                     return
         finally:
@@ -91,9 +95,10 @@ class Creations:
             self.scheduler.answered(order.ticket, order.part, taken)
             self.pump()
 
-    def begin(self, job: Job, ask: Ask, count: int, deadline: float) -> None:
+    def begin(self, job: Job, ask: Ask, account: str, count: int, deadline: float) -> None:
         """Into the scheduler. Raises `Unsupported`, `Unavailable`."""
-        wanted = Wanted(project=job.principal.project, ask=ask, count=count, deadline=deadline)
+        project = job.principal.project
+        wanted = Wanted(project=project, account=account, ask=ask, count=count, deadline=deadline)
         job.ticket = self.scheduler.submit(wanted, list(job.record.parts))
         self._jobs[job.ticket] = job
         self.pump()
@@ -122,6 +127,7 @@ class Creations:
         key = key if key is not None else secrets.token_urlsafe(24)
         body = _encode(spec) if form is None else form.body
         digest, named = digest_of(body), spec.name is not None
+        await self.quotas.pace(principal.project, 1, deadline)
         job = self.records.unwritten(principal, name, digest)
         while True:
             try:
@@ -166,7 +172,8 @@ class Creations:
         job.order, job.failed = order, failed
         done.add_done_callback(lambda _: self.finish(job))
         done.add_done_callback(_seen)
-        self.begin(job, ask_of(spec, job.principal.project), 1, deadline)
+        project = job.principal.project
+        self.begin(job, ask_of(spec, project), account_for(spec, project), 1, deadline)
         return await asyncio.shield(done)
 
     async def _send_one(  # noqa: PLR0917

@@ -7,6 +7,7 @@ sandboxes are still there; a lost node's are not.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote, urlencode
 
@@ -20,9 +21,10 @@ from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.upstream import NotSent, Upstream
-from dsec.cluster.wire import Member
+from dsec.cluster.wire import ORDER_S, Member
 from dsec.edge.client import NodeInfo, Page, Principal
-from dsec.errors import DsecError, ErrorBody, InvalidRequest, SandboxNotFound, from_body
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, SandboxNotFound, Unavailable, from_body
+from dsec.plan.iam import below
 from dsec.spec.sandbox import SandboxInfo
 
 NDJSON = b"application/x-ndjson"
@@ -32,6 +34,7 @@ _SUMS = (
     "live", "starting", "queued", "ending", "max_live", "max_starting", "memory_committed_bytes",
     "memory_capacity_bytes", "disk_free_bytes", "created_total", "failed_total", "stuck",
 )  # fmt: skip
+log = logging.getLogger("dsec.cluster")
 _node = msgspec.json.Decoder(NodeInfo).decode
 _encode = msgspec.json.Encoder().encode
 _page = msgspec.json.Decoder(Page).decode
@@ -46,6 +49,7 @@ class Fanout:
         self._moves = moves
         self._nodes = nodes
         self._upstream = upstream
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def page(self, principal: Principal, query: Sequence[tuple[str, str]], limit: int, after: str | None) -> Page:
         """A page, in the order of the edges and then of ids: that of ids, but for sandboxes that moved. Raises
@@ -111,6 +115,38 @@ class Fanout:
             *(self._whole(member, "POST", target, principal, body) for member in self._nodes.alive())
         )
         return [item for answer in answers for item in msgspec.json.decode(answer)["results"]]
+
+    async def end_project(self, project: str, known: Sequence[str]) -> None:
+        """End all sandboxes of a project and of those below it: of `known` ones, and of those that nodes tell of; and
+        once more when what was under way can't arrive any more. Raises `Unavailable` where a node doesn't answer; the
+        others' are ended then too."""
+        await self._end_all(project, known)
+        again = asyncio.create_task(self._end_later(project, known))
+        self._ending.add(again)
+        again.add_done_callback(self._ending.discard)
+
+    async def _end_later(self, project: str, known: Sequence[str]) -> None:
+        await asyncio.sleep(ORDER_S + 5.0)
+        try:
+            await self._end_all(project, known)
+        except Unavailable as error:
+            log.warning("ending what is left of project %s: %s", project, error)
+
+    async def _end_all(self, project: str, known: Sequence[str]) -> None:
+        await asyncio.gather(*(self._end_at(member, project, known) for member in self._nodes.alive()))
+
+    async def _end_at(self, member: Member, top: str, known: Sequence[str]) -> None:
+        report = self._nodes.scheduler.watch.report(member.claim.edge)
+        there = {each for each in (report.projects if report is not None else ()) if below(each, top)}
+        for project in {top, *known, *there}:
+            who = Principal(project)
+            while True:
+                states = "state=queued&state=starting&state=running&state=paused"
+                answer = await self._whole(member, "GET", f"/v1/sandboxes?limit=1000&{states}", who)
+                ids = [each.id for each in _page(answer).sandboxes]
+                if not ids:
+                    break
+                await self._whole(member, "POST", "/v1/sandboxes:delete", who, _encode({"ids": ids}))
 
     async def _by_edge(self, principal: Principal, target: str, ids: Sequence[str]) -> list[dict[str, object]]:
         """A call that takes ids and gives results: each edge gets its own; the results are in the order given."""

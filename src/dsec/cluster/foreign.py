@@ -23,9 +23,9 @@ from dsec.api.e2b.signatures import Signatures
 from dsec.api.exchange import ClientGone, Exchange, headers_of
 from dsec.api.swerex import Swerex
 from dsec.api.swerex_wire import Refusal
+from dsec.cluster.admission import Admission
 from dsec.cluster.creating import Creations, Form
 from dsec.cluster.fanout import Fanout
-from dsec.cluster.keys import Keys
 from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.routes import header_of, is_data, sandbox_of
@@ -52,12 +52,19 @@ class Foreign:
     """For the event loop."""
 
     def __init__(
-        self, *, nodes: Nodes, upstream: Upstream, creations: Creations, fanout: Fanout, keys: Keys, moves: Moves
+        self,
+        *,
+        nodes: Nodes,
+        upstream: Upstream,
+        creations: Creations,
+        fanout: Fanout,
+        admission: Admission,
+        moves: Moves,
     ) -> None:
         self._nodes = nodes
         self._upstream = upstream
         self._creations = creations
-        self._keys = keys
+        self._admission = admission
         self._moves = moves
         edge = cast("EdgeClient", _Lists(fanout))
         self._control = Control(edge, lambda project: (), E2bConfig(), Signatures(edge))
@@ -79,7 +86,7 @@ class Foreign:
         access = header_of(x.scope, b"x-access-token")
         if is_data(raw) and not shown.startswith("dsk_"):
             shown = access
-        principal = await self._keys.authenticate(shown) if shown.startswith("dsk_") else None
+        principal = await self._admission.admit(shown, x.scope) if shown.startswith("dsk_") else None
         x.principal = principal
         sandbox_id = sandbox_of(x.scope)
         if sandbox_id is not None:

@@ -25,6 +25,7 @@ from dsec.cluster.bus import Bus
 from dsec.cluster.wire import Asserted, Heartbeat, Join, Joined, Ping, RunNews, verify
 from dsec.edge.client import NodeInfo, Principal
 from dsec.edge.clustered import Counts
+from dsec.edge.context import CHARGED_TO
 from dsec.errors import Conflict, DsecError, Unavailable
 from dsec.kernel.files import replace_file
 from dsec.plan.fencing import Claim
@@ -109,7 +110,9 @@ class Membership:
         """The same, and which apiserver."""
         if self.claim is None:
             raise Unavailable("this node is joining its cluster", remedy="Try again in a moment.")
-        return verify(bearer, secret=self._secret, incarnation=self.claim.incarnation, now=time.time())
+        asserted = verify(bearer, secret=self._secret, incarnation=self.claim.incarnation, now=time.time())
+        CHARGED_TO.set(asserted.holder)
+        return asserted
 
     async def _join(self) -> None:
         asked = Join(
@@ -183,6 +186,7 @@ class Membership:
             runs=counts.runs,
             layers=tuple(counts.environments),
             taken=dict(self.taken),
+            charged=counts.charged,
         )
 
     def _had(self) -> int | None:

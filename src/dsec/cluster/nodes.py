@@ -20,6 +20,7 @@ from dsec.cluster.logs import SHARDS
 from dsec.cluster.wire import Heartbeat, Join, Joined, Member, Ping
 from dsec.errors import Conflict, DsecError, SandboxLost, SandboxNotFound, Unavailable
 from dsec.plan.fencing import Return, claim, fence, serves
+from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
 from dsec.spec.cluster import filled
@@ -114,6 +115,17 @@ class Nodes:
     def now_at(self, edge: int) -> float:
         """An edge's wall clock, as far as its reports tell."""
         return time.time() + self._skew.get(edge, 0.0)
+
+    def live_in(self, project: str) -> int:
+        """Live sandboxes of a project and those below it, as the last reports say."""
+        reports = (self.scheduler.watch.report(edge) for edge in self._known)
+        return sum(
+            count
+            for report in reports
+            if report is not None
+            for name, count in report.projects.items()
+            if below(name, project)
+        )
 
     def with_run(self, project: str, run: str) -> list[int]:
         """Edges that have sandboxes of a run."""

@@ -20,8 +20,10 @@ from dsec.edge.settling import end_all
 from dsec.edge.trajectory import Trajectories
 from dsec.journal.records import Journal
 from dsec.journal.state_dir import StateDir
+from dsec.plan.quota import account_of
 from dsec.ports import Backend
 from dsec.spec.causes import Cause
+from dsec.spec.cluster import Charged
 from dsec.spec.runs import RunInfo
 
 _RECENT = 50
@@ -36,6 +38,8 @@ class Counts(Struct, frozen=True):
     environments: list[str]
     create_ms: float
     """Median of the last creations."""
+    charged: dict[str, dict[str, Charged]] = {}
+    """By apiserver, by account (`plan/quota.py`)."""
 
 
 class Clustered:
@@ -92,13 +96,28 @@ class Clustered:
         runs: Counter[str] = Counter()
         environments: set[str] = set()
         made: list[tuple[float, float]] = []
+        charged: Counter[tuple[str, str]] = Counter()
         for sandbox in self._lives.sandboxes.values():
             record = sandbox.record
             projects[record.project] += 1
             if record.run:
                 runs[f"{record.project}\0{record.run}"] += 1
             environments.add(record.spec.environment)
+            if record.charged_to:
+                spec = record.spec
+                account = account_of(record.project, spec.backend, spec.cpus, spec.memory_bytes)
+                charged[record.charged_to, account] += 1
             if record.create_ms is not None:
                 made.append((record.created_at, record.create_ms))
         recent = [ms for _, ms in sorted(made)[-_RECENT:]]
-        return Counts(dict(projects), dict(runs), sorted(environments), statistics.median(recent) if recent else 0.0)
+        median = statistics.median(recent) if recent else 0.0
+        accounts = charged_by(self._naming.taken, charged)
+        return Counts(dict(projects), dict(runs), sorted(environments), median, accounts)
+
+
+def charged_by(taken: Counter[tuple[str, str]], live: Counter[tuple[str, str]]) -> dict[str, dict[str, Charged]]:
+    """What a report says of quotas: by apiserver, by account."""
+    found: dict[str, dict[str, Charged]] = {}
+    for holder, account in {**taken, **live}:
+        found.setdefault(holder, {})[account] = Charged(taken[holder, account], live[holder, account])
+    return found

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("dsec_request_id", default="")
 SANDBOX_ID: ContextVar[str] = ContextVar("dsec_sandbox_id", default="")
+CHARGED_TO: ContextVar[str] = ContextVar("dsec_charged_to", default="")
+"""In a cluster: the apiserver on whose share of a quota what is made counts."""
 
 
 def work_on(sandbox_id: str, request_id: str) -> None:

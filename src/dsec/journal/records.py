@@ -29,7 +29,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.network import KeyPolicy, Network
 from dsec.spec.sandbox import Paused, SandboxSpec, State
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PRUNE_STEP = 2000
 
 _SCHEMA = """
@@ -59,7 +59,11 @@ _THIRD = """
 alter table sandboxes add column paused text;
 """
 """What version 3 added: paused sandboxes."""
-_STEPS = (_SCHEMA, _SECOND, _THIRD)
+_FOURTH = """
+alter table sandboxes add column charged_to text not null default '';
+"""
+"""What version 4 added: on whose share of a quota a sandbox counts."""
+_STEPS = (_SCHEMA, _SECOND, _THIRD, _FOURTH)
 
 
 class Record(Struct, frozen=True, kw_only=True, array_like=True):
@@ -85,6 +89,8 @@ class Record(Struct, frozen=True, kw_only=True, array_like=True):
     network: Network | None = None
     """What it may reach now; `spec` has what it began with."""
     paused: Paused | None = None
+    charged_to: str = ""
+    """In a cluster: the apiserver on whose share of a quota it counts."""
 
 
 class KeyRecord(Struct, frozen=True, kw_only=True):
@@ -333,6 +339,7 @@ def _values(record: Record) -> tuple[Any, ...]:
         record.queue_ms,
         _encode(record.network).decode() if record.network is not None else None,
         _encode(record.paused).decode() if record.paused is not None else None,
+        record.charged_to,
     )
 
 
@@ -356,6 +363,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         queue_ms,
         network,
         paused,
+        charged_to,
     ) = row
     return Record(
         id=sandbox_id,
@@ -376,6 +384,7 @@ def _record(row: tuple[Any, ...]) -> Record:
         queue_ms=queue_ms,
         network=_network_decoder.decode(network) if network else None,
         paused=_paused_decoder.decode(paused) if paused else None,
+        charged_to=charged_to,
     )
 
 

@@ -71,6 +71,30 @@ class Iam:
             raise NotFound(f"there is no project {path[:200]!r}", remedy="A project is made within its parent.")
         return self._projects[path]
 
+    def deleted(self, path: str) -> bool:
+        """Whether it, or one above it, was deleted."""
+        return any(each in self._projects and self._projects[each].deleted for each in lineage(path))
+
+    def known(self, path: str) -> Project | None:
+        """What is on record of a project, if anything is; deleted ones too."""
+        return self._projects.get(path)
+
+    def projects(self, top: str) -> list[Project]:
+        """Those on record at or below a project that aren't deleted, by path; `top` empty: all."""
+        found = [each for path, each in self._projects.items() if not top or below(path, top)]
+        return sorted((each for each in found if not self.deleted(each.path)), key=lambda each: each.path)
+
+    def ever(self, top: str) -> list[str]:
+        """Paths at or below a project that are or were on record."""
+        return [path for path in self._projects if below(path, top)]
+
+    def binding(self, binding_id: str) -> Binding | None:
+        return self._bindings.get(binding_id)
+
+    def bindings(self, project: str) -> list[Binding]:
+        """Those on a project and below it."""
+        return [each for each in self._bindings.values() if below(each.project, project)]
+
     def weight(self, path: str) -> float:
         """Among its siblings."""
         found = self._projects.get(path)
@@ -248,13 +272,7 @@ class Iam:
 
 
 def _limits(quota: Quota) -> dict[str, float]:
-    found: dict[str, float] = {f"backends.{name}": limit for name, limit in quota.backends.items()}
-    if quota.sandboxes is not None:
-        found["sandboxes"] = quota.sandboxes
-    if quota.cpus is not None:
-        found["cpus"] = quota.cpus
-    if quota.memory_bytes is not None:
-        found["memory_bytes"] = quota.memory_bytes
+    found = quota.limits()
     if quota.creates_per_s is not None:
         found["creates_per_s"] = quota.creates_per_s
     return found

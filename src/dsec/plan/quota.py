@@ -5,6 +5,9 @@ apiserver). A holder lets a creation pass only while what is charged to it, in f
 so the sum can never pass the limit, whatever races. Shares are taken in blocks and given back when they lie idle.
 Every sandbox says to whom it is charged, so that the nodes' reports tell a holder what has arrived and what has ended.
 When a holder dies its share shrinks to what is still charged to it, once nothing that it sent can arrive any more.
+
+A ledger counts whole units: sandboxes, thousandths of a core, MiB. What is charged is charged to an *account*: a
+project and what one sandbox of it costs each of the ledgers above it, so that nodes count sandboxes and nothing else.
 """
 
 from __future__ import annotations
@@ -69,8 +72,29 @@ def _with(ledger: Ledger, holder: str, amount: int) -> Ledger:
     return Ledger(limit=ledger.limit, shares=shares)
 
 
+def account_of(project: str, backend: str, cpus: float, memory_bytes: int) -> str:
+    """The account of a sandbox: who it belongs to, and what it costs."""
+    return f"{project}\0{backend}\0{max(1, round(cpus * 1000))}\0{max(1, -(-memory_bytes >> 20))}"
+
+
+def costs_of(account: str) -> tuple[str, dict[str, int]]:
+    """The project of an account, and what one sandbox costs by the limit's name, as `plan.iam` names limits. An account
+    may come from a node that lies: what can't be read costs a sandbox."""
+    project, *rest = account.split("\0")
+    costs = {"sandboxes": 1}
+    if len(rest) == 3 and rest[1].isdigit() and rest[2].isdigit():
+        costs[f"backends.{rest[0]}"] = 1
+        costs["cpus"] = min(int(rest[1]), 1 << 40)
+        costs["memory_bytes"] = min(int(rest[2]), 1 << 40)
+    return project, costs
+
+
+UNITS = {"cpus": 1000.0, "memory_bytes": 1 / (1 << 20)}
+"""Units of a ledger for one of a limit's; 1 where it isn't named."""
+
+
 class _Track:
-    """Of one project, on one node, for this holder."""
+    """Of one account, on one node, for this holder."""
 
     __slots__ = ("before", "live", "pending", "sent", "taken")
 
@@ -88,9 +112,11 @@ class Holder:
     """One holder's accounts. What it counts is never less than what is there: a creation whose fate is unknown counts
     until a report shows it, or until `expiry_s` after which no node takes it any more."""
 
-    def __init__(self, name: str, ledgers: Callable[[str], Sequence[str]], *, expiry_s: float) -> None:
-        """`ledgers`: which of a project's own and its parents' quotas are kept as ledgers."""
+    def __init__(self, name: str, ledgers: Callable[[str], Sequence[tuple[str, int]]], *, expiry_s: float) -> None:
+        """`ledgers`: the ledgers that bound an account, and what one sandbox costs each (1 or more)."""
         self.name = name
+        self.frozen = False
+        """It can't know whether its shares are still its own: nothing passes."""
         self.shares: dict[str, int] = {}
         self._ledgers = ledgers
         self._expiry_s = expiry_s
@@ -102,72 +128,81 @@ class Holder:
         """Charged to this holder, in flight or live."""
         return self._used.get(ledger, 0)
 
-    def free(self, project: str) -> int | None:
+    def free(self, account: str) -> int | None:
         """How many more may pass now; None: nothing bounds them here."""
-        bounds = [self.shares.get(each, 0) - self.used(each) for each in self._ledgers(project)]
-        return max(0, min(bounds)) if bounds else None
+        bounds = [(self.shares.get(each, 0) - self.used(each)) // cost for each, cost in self._ledgers(account)]
+        if not bounds:
+            return None
+        return 0 if self.frozen else max(0, min(bounds))
 
-    def short(self, project: str, count: int) -> list[tuple[str, int]]:
+    def short(self, account: str, count: int) -> list[tuple[str, int]]:
         """Of which ledgers it has to take how much more for `count` to pass."""
         found = []
-        for each in self._ledgers(project):
-            need = count - (self.shares.get(each, 0) - self.used(each))
+        for each, cost in self._ledgers(account):
+            need = count * cost - (self.shares.get(each, 0) - self.used(each))
             if need > 0:
                 found.append((each, need))
         return found
 
-    def spend(self, project: str, edge: int, count: int, now: float) -> None:
+    def spend(self, account: str, edge: int, count: int, now: float) -> None:
         """`count` are about to be sent to a node; look at `free` first."""
-        ledgers = self._ledgers(project)
-        if ledgers:
-            track = self._tracks.setdefault(edge, {}).setdefault(project, _Track())
-            track.sent.append([now, count])
-            track.pending += count
-            self._add(ledgers, count)
+        track = self._tracks.setdefault(edge, {}).setdefault(account, _Track())
+        track.sent.append([now, count])
+        track.pending += count
+        self._add(account, count)
+
+    def recount(self) -> None:
+        """The ledgers are others now."""
+        self._used = {}
+        for tracks in self._tracks.values():
+            for account, track in tracks.items():
+                self._add(account, track.pending + track.live)
 
     def joined(self, edge: int) -> None:
         """The node has made another claim: what is sent from now on is for that one."""
         for track in self._tracks.get(edge, {}).values():
             track.before = track.pending
 
-    def refused(self, project: str, edge: int, count: int) -> None:
+    def refused(self, account: str, edge: int, count: int) -> None:
         """The node has said that it didn't take them, or they were never sent."""
-        track = self._tracks.get(edge, {}).get(project)
+        track = self._tracks.get(edge, {}).get(account)
         if track is not None:
-            self._arrived(project, track, count)
+            self._arrived(account, track, count)
 
     def report(self, edge: int, instance: str, charged: Mapping[str, Charged], now: float) -> None:
-        """What a node says of this holder, by project."""
+        """What a node says of this holder, by account."""
         tracks = self._tracks.setdefault(edge, {})
         if self._instances.setdefault(edge, instance) != instance:
             self._instances[edge] = instance
-            for project, track in tracks.items():  # what the one before didn't take, this one won't
-                self._arrived(project, track, track.pending if track.before is None else track.before)
+            for account, track in tracks.items():  # what the one before didn't take, this one won't
+                self._arrived(account, track, track.pending if track.before is None else track.before)
                 track.taken = 0
         for track in tracks.values():
             track.before = None
-        for project in {**tracks, **charged}:
-            track = tracks.setdefault(project, _Track())
-            said = charged.get(project, Charged(track.taken, 0))
-            self._arrived(project, track, said.taken - track.taken)
+        for account in {**tracks, **charged} if tracks or charged else ():
+            track = tracks.setdefault(account, _Track())
+            said = charged.get(account, Charged(track.taken, 0))
+            self._arrived(account, track, said.taken - track.taken)
             track.taken = max(track.taken, said.taken)
-            self._add(self._ledgers(project), said.live - track.live)
+            self._add(account, said.live - track.live)
             track.live = said.live
             while track.sent and track.sent[0][0] < now - self._expiry_s:
-                self._arrived(project, track, int(track.sent[0][1]))
+                self._arrived(account, track, int(track.sent[0][1]))
+            if not track.pending and account not in charged:
+                del tracks[account]
 
     def gone(self, edge: int) -> None:
         """The node is lost, and what was on it."""
-        for project, track in self._tracks.pop(edge, {}).items():
-            self._add(self._ledgers(project), -track.pending - track.live)
+        for account, track in self._tracks.pop(edge, {}).items():
+            self._add(account, -track.pending - track.live)
         self._instances.pop(edge, None)
 
-    def _arrived(self, project: str, track: _Track, count: int) -> None:
+    def _arrived(self, account: str, track: _Track, count: int) -> None:
         """`count` of what was sent are no longer in flight; the oldest are taken to be those, so that one which is lost
         counts too long rather than too short."""
         count = max(0, min(count, track.pending))
         track.pending -= count
-        self._add(self._ledgers(project), -count)
+        self._add(account, -count)
         while count > 0:
             first = track.sent[0]
             part = min(count, int(first[1]))
@@ -176,6 +211,7 @@ class Holder:
             if first[1] <= 0:
                 track.sent.popleft()
 
-    def _add(self, ledgers: Sequence[str], count: int) -> None:
-        for each in ledgers:
-            self._used[each] = self._used.get(each, 0) + count
+    def _add(self, account: str, count: int) -> None:
+        if count:
+            for each, cost in self._ledgers(account):
+                self._used[each] = self._used.get(each, 0) + count * cost

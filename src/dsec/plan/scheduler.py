@@ -41,6 +41,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """A request."""
 
     project: str
+    account: str = ""
+    """To which it is charged; empty: the project."""
     ask: Ask
     count: int
     deadline: float
@@ -100,10 +102,11 @@ class _Range(Struct):
 
 
 class _Ticket:
-    __slots__ = ("open", "ranges", "waiting", "wanted")
+    __slots__ = ("account", "open", "ranges", "waiting", "wanted")
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
+        self.account = wanted.account or wanted.project
         self.waiting: dict[int, Kind] = {}
         """Numbers in the queue of a kind."""
         self.open: dict[int, tuple[Part, _Range]] = {}
@@ -225,7 +228,7 @@ class Scheduler:
         if found is not None and self.is_open(order):
             del found.open[order.part.first]
             self.placer.failed(order.part.edge, found.wanted.ask, order.part.count)
-            self.holder.refused(found.wanted.project, order.part.edge, order.part.count)
+            self.holder.refused(found.account, order.part.edge, order.part.count)
             self._close(order.ticket)
 
     def pump(self, now: float) -> Pumped:
@@ -250,7 +253,7 @@ class Scheduler:
         left = part.count - taken
         if left:
             self.placer.failed(part.edge, found.wanted.ask, left)
-            self.holder.refused(found.wanted.project, part.edge, left)
+            self.holder.refused(found.account, part.edge, left)
             again = _Range(ticket, part.first + taken, left, each.exclude | {part.edge}, each.refusals + 1)
             if again.refusals >= MAX_REFUSALS:
                 error = Unavailable(f"{again.refusals} nodes refused it, one after the other")
@@ -259,24 +262,20 @@ class Scheduler:
                 self._wait(again)
         self._close(ticket)
 
-    def granted(self, ledger: str, share: int, *, more: bool) -> None:
+    def granted(self, ledger: str, share: int, *, more: bool, error: DsecError | None = None) -> None:
         """The holder's share of a ledger is `share` now; `more`: it got something. Where it didn't, what waits for it
-        is refused."""
+        is refused (with `error`, where it isn't the quota's fault)."""
         self.holder.shares[ledger] = share
         for each in self._parked.pop(ledger, []):
             found = self._tickets.get(each.ticket)
             if found is None:
                 continue
             found.ranges -= 1
-            if more or (self.holder.free(found.wanted.project) or 0) > 0:
+            if more or (self.holder.free(found.account) or 0) > 0:
                 self._wait(each)
             else:
-                error = QuotaExceeded(
-                    f"the project {ledger!r} has as many sandboxes as its quota allows",
-                    remedy="End some, or ask for a larger quota.",
-                    project=ledger,
-                )
-                self._failures.append(Failure(each.ticket, each.first, each.count, error))
+                refused = error or _exceeded(ledger)
+                self._failures.append(Failure(each.ticket, each.first, each.count, refused))
                 self._close(each.ticket)
 
     def withdraw(self, ticket: int) -> None:
@@ -328,14 +327,16 @@ class Scheduler:
                 each.fixed = None
             else:
                 size = each.count
-        free = self.holder.free(wanted.project)
+        free = self.holder.free(found.account)
         if free is not None and free < size:
             if free == 0 or each.fixed is not None:
-                ledger, _ = self.holder.short(wanted.project, size)[0]
+                least = size if each.fixed is not None else 1
+                ledger = next((name for name, _ in self.holder.short(found.account, least)), "")
+                need = dict(self.holder.short(found.account, each.count)).get(ledger, 0)
                 queue.withdraw(number)
                 del found.waiting[number]
                 self._parked.setdefault(ledger, []).append(each)
-                out.needs.append(Need(ledger, each.count))
+                out.needs.append(Need(ledger, need))
                 return True
             size = free
         if each.fixed is not None:
@@ -345,7 +346,7 @@ class Scheduler:
         placed = 0
         for share in shares:
             part = Part(each.first, share.count, share.edge, self._claims[share.edge].incarnation)
-            self.holder.spend(wanted.project, share.edge, share.count, now)
+            self.holder.spend(found.account, share.edge, share.count, now)
             found.open[part.first] = (part, _Range(each.ticket, 0, 0, each.exclude, each.refusals))
             out.orders.append(Order(each.ticket, part))
             each.first += share.count
@@ -393,3 +394,14 @@ class Scheduler:
         found = self._tickets.get(ticket)
         if found is not None and not found.open and not found.ranges:
             del self._tickets[ticket]
+
+
+def _exceeded(ledger: str) -> QuotaExceeded:
+    """A ledger is a project, or a project NUL the name of a limit."""
+    project, _, field = ledger.partition("\0")
+    return QuotaExceeded(
+        f"the project {project!r} has as much as its quota allows ({field or 'sandboxes'})",
+        remedy="End some, or ask for a larger quota.",
+        project=project,
+        limit=field or "sandboxes",
+    )

@@ -13,7 +13,7 @@ from dsec.sdk._judging import Cases, JudgeResult, OnCase
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._run import AsyncRun
-from dsec.sdk._sync_catalog import Catalog, Function
+from dsec.sdk._sync_catalog import Catalog, Function, Rights
 from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
@@ -128,8 +128,12 @@ class Client(Wrapper):
 
     @property
     def catalog(self) -> Catalog:
-        """Layers and environments."""
         return Catalog(self._async.catalog)
+
+    @property
+    def rights(self) -> Rights:
+        """Layers and environments."""
+        return Rights(self._async.rights)
 
     @property
     def url(self) -> str:

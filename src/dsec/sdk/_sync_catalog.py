@@ -10,8 +10,9 @@ from typing import Any
 from dsec.sdk._catalog import AsyncCatalog, Info, OnLog, OnStep
 from dsec.sdk._functions import AsyncFunction
 from dsec.sdk._portal import Wrapper, call, iterate
+from dsec.sdk._rights import AsyncRights, Row
 from dsec.spec.functions import FunctionCall, FunctionResult, FunctionSpec
-from dsec.spec.network import Network
+from dsec.spec.network import KeyPolicy, Network
 
 
 class Catalog(Wrapper):
@@ -202,3 +203,79 @@ class Function(Wrapper):
         """Many calls: a result each, as they come or `ordered`. `stop`: begin no more after the first that failed.
         Leaving the loop ends what runs. Raises as `run`."""
         return iterate(self._async.run_many(calls, ordered=ordered, stop=stop))
+
+
+class Rights(Wrapper):
+    """Who may do what, in the project of this client's key and in those below it. Only in a cluster: one machine has
+    API keys alone (`Unsupported` or `NotFound`)."""
+
+    _async: AsyncRights
+
+    def __init__(self, inner: AsyncRights) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def projects(self) -> list[Row]:
+        """Those on record, each with its quota, its weight, and how many sandboxes live in it and below."""
+        return call(self._async.projects())
+
+    def create_project(self, path: str, *, quota: Mapping[str, Any] | None = None, weight: float = 1.0) -> Row:
+        """A sub-project. `quota`: `sandboxes`, `backends` (by name), `cpus`, `memory_bytes`, `creates_per_s`; of it and
+        all below it together. Raises `PermissionDenied`, `Conflict` (names are used once), `InvalidRequest` (above a
+        parent's)."""
+        return call(self._async.create_project(path, quota=quota, weight=weight))
+
+    def change_project(self, path: str, *, quota: Mapping[str, Any] | None = None, weight: float | None = None) -> Row:
+        """Another quota or weight; None: as it is. Takes the right to make projects in its parent."""
+        return call(self._async.change_project(path, quota=quota, weight=weight))
+
+    def delete_project(self, path: str) -> None:
+        """It and all below it, for good: their keys are refused from now on, their sandboxes are ended."""
+        return call(self._async.delete_project(path))
+
+    def roles(self, project: str | None = None) -> list[Row]:
+        """Those on a project and below it; None: the client's."""
+        return call(self._async.roles(project))
+
+    def give_role(
+        self,
+        principal: str,
+        role: str | None = None,
+        *,
+        verbs: Sequence[str] | None = None,
+        project: str | None = None,
+        ttl_s: float | None = None,
+    ) -> Row:
+        """A role (or single permissions) on a project and all below it, at most what this key's principal holds.
+        `principal`: `person:NAME`, `agent:NAME` or `service:NAME`. Raises `PermissionDenied`."""
+        return call(self._async.give_role(principal, role, verbs=verbs, project=project, ttl_s=ttl_s))
+
+    def take_role(self, role_id: str) -> None:
+        """Take it away, and all that was given by it. Raises `NotFound`, `PermissionDenied`."""
+        return call(self._async.take_role(role_id))
+
+    def create_key(
+        self,
+        label: str = "",
+        *,
+        project: str | None = None,
+        principal: str | None = None,
+        scopes: Sequence[str] | None = None,
+        ttl_s: float | None = None,
+        policy: KeyPolicy | None = None,
+    ) -> Row:
+        """A key: `key` (seen this once), `id`, `project`. `principal`: whose roles it uses; None: this key's own.
+        `scopes`: at most these permissions. Raises `PermissionDenied`."""
+        return call(
+            self._async.create_key(
+                label, project=project, principal=principal, scopes=scopes, ttl_s=ttl_s, policy=policy
+            )
+        )
+
+    def rotate_key(self, key_id: str, *, overlap_s: float = 300.0) -> Row:
+        """A new key with the same rights; the old one is good for `overlap_s` more."""
+        return call(self._async.rotate_key(key_id, overlap_s=overlap_s))
+
+    def audit(self, after: int = 0, limit: int = 100) -> tuple[list[Row], int]:
+        """What was changed and refused in the project and below it, oldest first, and the number to go on from."""
+        return call(self._async.audit(after, limit))

@@ -37,7 +37,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Charged(Struct, frozen=True, array_like=True):
-    """What a node says of one holder of a quota and one project."""
+    """What a node says of one holder of a quota and one account."""
 
     taken: Natural
     """Creations that it took since its instance began; refused ones don't count."""
@@ -74,7 +74,7 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Creations that came from each placer since this instance began: what its own memory of recent placements may
     forget."""
     charged: dict[str, dict[str, Charged]] = {}
-    """By holder, by project (`plan/quota.py`)."""
+    """By holder, by account (`plan/quota.py`)."""
 
 
 def brief(report: NodeReport) -> NodeReport:

@@ -47,6 +47,15 @@ class Quota(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     memory_bytes: Natural | None = None
     creates_per_s: Annotated[float, Meta(gt=0)] | None = None
 
+    def limits(self) -> dict[str, float]:
+        """Those that bound what there is at a time (all but the pace), by name."""
+        found: dict[str, float] = {f"backends.{name}": limit for name, limit in self.backends.items()}
+        for name in ("sandboxes", "cpus", "memory_bytes"):
+            limit = getattr(self, name)
+            if limit is not None:
+                found[name] = limit
+        return found
+
 
 class Project(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A project on record."""

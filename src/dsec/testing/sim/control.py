@@ -83,7 +83,7 @@ class Api:
         self.up = True
         self.instance = f"{self.name}.{self._starts}"
         world = self.world
-        holder = Holder(self.instance, world.ledgers, expiry_s=ORDER_S + 5)
+        holder = Holder(self.instance, world.charges, expiry_s=ORDER_S + 5)
         placer = Placer(self.instance, world.engine.stream(self.instance))
         self.scheduler = Scheduler(placer=placer, watch=Watch(), holder=holder, iam=world.iam)
         self._jobs: dict[int, _Job] = {}

@@ -115,11 +115,16 @@ class World:
         self._limits = {each.path: each.quota.sandboxes for each in records if each.quota.sandboxes is not None}
         self.quota_projects = sorted(self._limits)
         self._ledgers = {path: [each for each in lineage(path) if each in self._limits] for path in self.projects}
+        self._charges = {path: [(each, 1) for each in ledgers] for path, ledgers in self._ledgers.items()}
 
     # --- what its inhabitants ask -----------------------------------------------------------------------------------
 
     def ledgers(self, project: str) -> Sequence[str]:
         return self._ledgers[project]
+
+    def charges(self, project: str) -> Sequence[tuple[str, int]]:
+        """The same, with what a sandbox costs."""
+        return self._charges[project]
 
     def limit(self, ledger: str) -> int:
         return self._limits[ledger]
