@@ -27,6 +27,7 @@ static const struct rule RULES[256] = {
     [DSEC_CONFIGURE] = {0, true, 0, DSEC_MAX_PAYLOAD},
     [DSEC_WARM] = {0, true, 0, DSEC_MAX_PAYLOAD},
     [DSEC_HALT] = {0, true, 0, 0},
+    [DSEC_AGAIN] = {0, true, 0, 0},
 
     [DSEC_WELCOME] = {0, true, 24, 24},
     [DSEC_OPSTATE] = {0, true, 0, DSEC_MAX_PAYLOAD},

@@ -87,6 +87,8 @@ enum dsec_frame {
 
     DSEC_WARM = 11,        /* before CONFIGURE: PATH of a file that is to be in memory, any number -> READY */
     DSEC_HALT = 12,        /* a virtual machine: write everything down and shut down; see FORKS */
+    DSEC_AGAIN = 13,       /* a virtual machine's, as its last frame: what came since CONFIGURE was a rehearsal -> READY, and it waits for
+                              CONFIGURE as at first. Processes that run are killed */
 
     /* guest -> edge */
     DSEC_WELCOME = 65,     /* u16 version, u16 0, u32 operations that follow, u64 incarnation (echoed), u64 highest op ever seen */

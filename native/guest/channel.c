@@ -372,6 +372,7 @@ static int on_frame(const struct dsec_header *header, uint8_t *payload) {
     case DSEC_HOLD: ops_hold(get_u64(payload)); return 0;
     case DSEC_CONFIGURE: return to_copy && !channel.greeted ? on_configure(header, payload) : -EPROTO;
     case DSEC_HALT: return to_copy ? vm_write_down() : -EPROTO;
+    case DSEC_AGAIN: return vm_again();
     case DSEC_RELEASE:
         if (op) op_release(op);
         return 0;

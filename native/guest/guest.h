@@ -230,7 +230,8 @@ size_t token_find(const uint8_t *data, size_t size);
 /* --- vm.c ---------------------------------------------------------------------------------------------------------------------- */
 
 void vm_serve(void);    /* the same as a service of a machine that has booted by itself */
-void vm_boot(void);     /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP */
+void vm_boot(bool again); /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP; `again`: its end */
+int vm_again(void);     /* AGAIN: this program anew, which forgets all that came since CONFIGURE. -EPROTO, or doesn't return */
 void port_listen(void); /* for later edges, where each makes a connection of its own */
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
 int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of a fork's child. 0, or a negative errno at `what` */

@@ -200,9 +200,11 @@ static int wait_ms(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc == 2 && strcmp(argv[1], "--service") == 0) vm_serve();
-    else if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(); /* the kernel started us, not the zygote */
-    set_up(argc < 2 || strcmp(argv[1], "--no-cgroup") != 0);
+    const char *word = argc < 2 ? "" : argv[1];
+    if (strcmp(word, "--nothing") == 0) return 0; /* a command for a rehearsal */
+    if (argc == 2 && strcmp(word, "--service") == 0) vm_serve();
+    else if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(strcmp(word, "--again") == 0); /* the kernel started us, not the zygote */
+    set_up(strcmp(word, "--no-cgroup") != 0);
     for (;;) {
         struct epoll_event events[EVENTS];
         int count = epoll_wait(guest.epoll, events, EVENTS, wait_ms());

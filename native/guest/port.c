@@ -45,6 +45,10 @@ void port_open(void) {
     if (port < 0) vm_give_up("the port of the channel is missing", ENODEV);
 }
 
+bool port_stays(void) { return listener < 0; }
+
+void port_again(void) { port = fcntl(DSEC_FD_CHANNEL, F_DUPFD_CLOEXEC, DSEC_FD_CGROUP + 1); }
+
 static int arrivals = -1; /* epoll */
 
 void port_wait(void) {

@@ -421,8 +421,7 @@ static void become_somebody(void) {
     else close(DSEC_FD_CGROUP);
 }
 
-void vm_boot(void) {
-    guest.machine = true;
+static void boot(void) {
     must_mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     must_mount("sysfs", "/sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     must_mount("devtmpfs", "/dev", "devtmpfs", MS_NOSUID, "mode=0755");
@@ -435,10 +434,29 @@ void vm_boot(void) {
     make_dev();
     say_to("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
     mount_root();
+}
+
+void vm_boot(bool again) {
+    guest.machine = true;
+    if (again) {
+        prctl(PR_SET_NAME, "init", 0, 0, 0); /* execve named it after its path */
+        port_again();
+    } else {
+        boot();
+    }
     machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
-    sync();
+    if (!again) sync();
     become_somebody();
+}
+
+int vm_again(void) {
+    static char *const ARGV[] = {"init", "--again", NULL};
+    if (!guest.machine || guest.service || !port_stays()) return -EPROTO;
+    kill(-1, SIGKILL);
+    fcntl(DSEC_FD_CHANNEL, F_SETFD, 0);
+    execv("/proc/self/exe", ARGV);
+    vm_halt();
 }
 
 /* The service of a full machine, which has booted by itself: all that is missing is the port, the groups, and who it is. */

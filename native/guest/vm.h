@@ -11,6 +11,8 @@ bool vm_command_line(const char *name, char *value, size_t capacity);
 bool vm_find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity);
 
 void port_open(void);  /* or begin to listen for it */
+bool port_stays(void); /* it is one for good */
+void port_again(void); /* in a program that was started anew: it is DSEC_FD_CHANNEL */
 void port_begin(void); /* there is somebody at its other end, or will be */
 void port_wait(void);  /* until something may have changed */
 void port_take(uint8_t *data, size_t size);

@@ -6,6 +6,10 @@ import asyncio
 import fcntl
 import os
 import shutil
+import signal
+import socket
+import struct
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from dsec.edge.config import SystemClock
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import ok, shell
-from dsec.vmm.launcher import filter_program
+from dsec.vmm.launcher import STEM_CAPABILITIES, STEM_UID, UID_BASE, Launcher, filter_program
 
 pytestmark = [
     pytest.mark.root,
@@ -68,6 +72,76 @@ async def test_a_monitor_has_nothing_but_its_descriptors(backend: MicroVmBackend
     assert not set(namespaces(pids[0]).values()) & set(namespaces(pids[1]).values())
     for name, handle in handles.items():
         await backend.destroy(name, handle)
+
+
+async def test_a_stem_has_what_its_branches_need_in_a_user_namespace_of_stems(backend: MicroVmBackend) -> None:
+    handle = backend.reserve("one", SPEC)
+    one = await backend.create("one", SPEC, handle)
+    (stem,) = backend.node.stems._stems.values()
+    pid = stem.machine.pid
+    said = dict(fields(pid))
+    assert set(said["Uid"].split()) == set(said["Gid"].split()) == {str(STEM_UID)}
+    wanted = sum(1 << number for number in STEM_CAPABILITIES)
+    assert {int(said[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")} == {wanted}
+    assert (said["NoNewPrivs"], said["Seccomp"], said["Seccomp_filters"]) == ("1", "2", "1")
+    users = {who: _user_namespace(who) for who in ("self", pid, one.machine.pid)}
+    assert users["self"] != users[pid] == users[one.machine.pid]
+    assert "hidepid=invisible" in _mounts(pid)  # of the host's processes it sees itself
+    ours, theirs = _files(pid), _files(one.machine.pid)
+    shared = {name for name in ours & theirs if name.startswith(("socket", "pipe", "eventfd"))}
+    assert shared == set()
+    assert not [name for name in ours & theirs if name.endswith(".disk")]
+    await backend.destroy("one", handle)
+
+
+def _user_namespace(who: int | str) -> str:
+    return str(Path(f"/proc/{who}/ns/user").readlink())
+
+
+def _mounts(pid: int) -> str:
+    return Path(f"/proc/{pid}/mountinfo").read_text()
+
+
+def _files(pid: int) -> set[str]:
+    """What a process has open: each by what it is, not by its number."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(entry.readlink())
+        if target == "anon_inode:[eventfd]":
+            info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
+            target = next(line for line in info.splitlines() if line.startswith("eventfd-id"))
+        found.add(target)
+    return found
+
+
+async def test_branches_outlive_their_stem_and_the_next_comes_of_another(backend: MicroVmBackend) -> None:
+    handles = {name: backend.reserve(name, SPEC) for name in ("one", "two")}
+    one = await backend.create("one", SPEC, handles["one"])
+    (stem,) = backend.node.stems._stems.values()
+    os.kill(stem.machine.pid, signal.SIGKILL)
+    await backend.node.machines.exited(stem.machine.name)
+    two = await backend.create("two", SPEC, handles["two"])
+    (other,) = backend.node.stems._stems.values()
+    assert other.machine.name != stem.machine.name
+    for each in (one, two):
+        assert ok(await shell(each.channel, "echo here")) == b"here\n"
+    for name, handle in handles.items():
+        await backend.destroy(name, handle)
+
+
+def test_a_stem_that_lies_about_its_branch_is_ended() -> None:
+    """Whom it names would be taken for a machine, and be killed as one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening = socket.socket(socket.AF_UNIX)
+    launcher = Launcher(listening, -1)
+    with ours, theirs, listening, subprocess.Popen(["sleep", "60"]) as stem:
+        launcher.live["stem"], launcher.stems["stem"] = stem.pid, ours
+        theirs.send(struct.pack("=i", 1))
+        with pytest.raises(OSError, match="1 is no branch"):
+            launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE, "cgroups": 0, "disk": [1, 2]}, [])
+        assert stem.wait(10) == -signal.SIGKILL
+    assert "one" not in launcher.live
+    os.close(launcher.own_pids)
 
 
 async def test_a_templates_memory_can_not_be_changed(backend: MicroVmBackend) -> None:

@@ -2,9 +2,10 @@
 
 `clone_p50_ms`: from the request to the first command's answer, without a spare; `boot_ms`: how long the template took
 until it was ready; `clone_vs_boot`: the second over the first. `pool_claim_ms`: a machine out of the spare ones, until
-its guest answers. `clones_per_s`: made and asked, two at a time. `mib_per_idle_clone`: memory of its own.
-`paged_out_mib`: what a paused one keeps resident; `wake_ms`: by how much its first answer is later. `fork_*` are
-`vm_fork.py`'s, `vm_*` are of full machines (`vm_full.py`).
+its guest answers. `clones_per_s`: made and asked, two at a time, until `--at-once` of them live at the same time.
+`mib_per_idle_clone`: memory of its own. `paged_out_mib`: what a paused one keeps resident; `wake_ms`: by how much its
+first answer is later. `channel_out_mb_per_s`, `channel_in_mb_per_s`: a file read and written through the channel.
+`fork_*` are `vm_fork.py`'s, `vm_*` are of full machines (`vm_full.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dsec.bench.output import say, write_result
 from dsec.bench.vm_fork import forks
 from dsec.bench.vm_full import full_machines
 from dsec.bench.vm_host import bench_host
+from dsec.channel.files import read_file, write_file
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
 from dsec.kernel import paging
@@ -36,6 +38,8 @@ from dsec.spec.sandbox import MIB, SandboxSpec
 from dsec.vmm.instance import MachineInstance
 
 _SETTLE_S = 1.0
+TRANSFER = 8 << 20
+_FILE = b"/dev/shm/file"
 
 
 class Made(Struct, frozen=True):
@@ -78,18 +82,19 @@ async def ask(made: Made) -> None:
 @click.option("--environment", default="debian", show_default=True)
 @click.option("--memory-mib", type=click.IntRange(96), default=256, show_default=True)
 @click.option("--clones", type=click.IntRange(3), default=12, show_default=True, help="How many of each measurement.")
+@click.option("--at-once", type=click.IntRange(1), default=100, show_default=True, help="Clones that live together.")
 @click.option("--disk", default="debian", show_default=True, help="Of full machines (`dsec disk`), where it is there.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory with environment and kernel.")
 @click.option("--json", "as_json", is_flag=True)
 def command(  # noqa: PLR0917 (click passes by name)
-    environment: str, memory_mib: int, clones: int, disk: str, state: Path | None, as_json: bool
+    environment: str, memory_mib: int, clones: int, at_once: int, disk: str, state: Path | None, as_json: bool
 ) -> None:
     """Clones of a template against booting it, spare ones, idle memory, pauses. Needs root and a kernel (`dsec
     kernel`)."""
     spec = SandboxSpec(
         environment=environment, backend="microvm", memory_bytes=memory_mib * MIB, disk_bytes=512 * MIB, cpus=1
     )
-    write_result(asyncio.run(measure(spec, clones, state, disk)), as_json=as_json)
+    write_result(asyncio.run(measure(spec, clones, state, disk, at_once=at_once)), as_json=as_json)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,9 +102,11 @@ def main(arguments: list[str]) -> int:
     return int(command.main(arguments, prog_name="dsec bench vm", standalone_mode=False) or 0)
 
 
-async def measure(spec: SandboxSpec, count: int, state: Path | None, disk: str = "debian") -> dict[str, Any]:
-    """All figures, by their keys. `disk`: of full machines, where it is there. Raises `Unsupported` where this host
-    runs no machines, or has no kernel."""
+async def measure(
+    spec: SandboxSpec, count: int, state: Path | None, disk: str = "debian", *, at_once: int = 100
+) -> dict[str, Any]:
+    """All figures, by their keys. `disk`: of full machines, where it is there; `at_once`: clones that live together.
+    Raises `Unsupported` where this host runs no machines, or has no kernel."""
     async with _machines(spec, state, spare=0) as machines:
         began = time.perf_counter()
         made = await machines.make()
@@ -111,8 +118,9 @@ async def measure(spec: SandboxSpec, count: int, state: Path | None, disk: str =
         result: dict[str, Any] = {"accel": machines.backend.node.driver.accel, "kernel": _kernel(machines)}
         clone_ms = await _clones(machines, count)
         result |= {"clone_p50_ms": round(clone_ms, 1), "boot_ms": round(boot_ms, 1)}
-        result |= {"clone_vs_boot": round(boot_ms / clone_ms, 2), "clones_per_s": await _rate(machines, count)}
+        result |= {"clone_vs_boot": round(boot_ms / clone_ms, 2), "clones_per_s": await _rate(machines, at_once)}
         result |= await _idle_and_paused(machines, min(count, 8))
+        result |= await _transfers(machines)
         result |= await forks(machines.backend, spec, min(count, 5), _mib_of)
     async with _machines(spec, state, spare=1) as machines:
         result["pool_claim_ms"] = await _claims(machines, count)
@@ -153,16 +161,42 @@ async def _clones(machines: Machines, count: int) -> float:
 
 async def _rate(machines: Machines, count: int) -> float:
     turns = asyncio.Semaphore(2)
+    made: list[Made] = []
 
     async def one() -> None:
         async with turns:
-            made = await machines.make()
-            await ask(made)
-            await machines.end(made)
+            made.append(each := await machines.make())
+            await ask(each)
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(2 * count)))
-    return round(2 * count / (time.perf_counter() - began), 1)
+    try:
+        await asyncio.gather(*(one() for _ in range(count)))
+        return round(count / (time.perf_counter() - began), 1)
+    finally:
+        for each in made:
+            await machines.end(each)
+
+
+async def _zeros() -> AsyncIterator[bytes]:
+    for _ in range(TRANSFER >> 16):
+        yield bytes(1 << 16)
+
+
+async def _transfers(machines: Machines) -> dict[str, float]:
+    made = await machines.make()
+    channel = made.instance.channel
+    try:
+        await write_file(channel, _FILE, _zeros())  # what it is done with is translated
+        began = time.perf_counter()
+        await write_file(channel, _FILE, _zeros())
+        into = TRANSFER / (time.perf_counter() - began) / 1e6
+        began, got = time.perf_counter(), 0
+        async for data in read_file(channel, _FILE):
+            got += len(data)
+        out = got / (time.perf_counter() - began) / 1e6
+    finally:
+        await machines.end(made)
+    return {"channel_in_mb_per_s": round(into, 1), "channel_out_mb_per_s": round(out, 1)}
 
 
 async def _idle_and_paused(machines: Machines, count: int) -> dict[str, float]:

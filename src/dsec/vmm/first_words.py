@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from dsec.errors import CreateFailed, Unavailable
+from dsec.spec.operations import OpRequest
 from dsec.wire.frames import (
     FIELD,
     HEADER_SIZE,
@@ -28,8 +29,11 @@ from dsec.wire.frames import (
     encode,
     encode_fields,
 )
+from dsec.wire.session import Session
 
 NO_NEW_PRIVS = 1  # SF_NO_NEW_PRIVS
+_REHEARSED = ((b"/proc/1/exe", b"--nothing"), (b"/bin/sh", b"-c", b"/bin/true; /bin/true"), (b"/bin/true",))
+"""Commands: of the guest itself, and whatever an image has of these; how they end says nothing."""
 _U64 = struct.Struct("<Q")
 _OP_AT = 8
 """In a header."""
@@ -133,6 +137,41 @@ def _configured(frame: Frame) -> float:
         raise CreateFailed(f"the machine said {frame.type.name} instead of CONFIGURED")
     ns: int = _U64.unpack(frame.payload)[0]
     return ns / 1e9
+
+
+async def rehearse(sock: socket.socket) -> None:
+    """Have a machine that waits go through what each one does first, as somebody whom it forgets: what the VMM, the
+    kernel and the guest have done once they do in a fraction of the time. Then it waits again. The caller bounds the
+    time. As `configure`."""
+    await configure(sock, Identity(token=(token := new_token()), hostname="rehearsal", pids=128))
+    loop, incarnation = asyncio.get_running_loop(), secrets.randbits(64)
+    session, decoder = Session(incarnation, machine=True), StreamDecoder(incarnation)
+
+    async def until(wanted: FrameType) -> None:
+        while data := await loop.sock_recv(sock, 65536):
+            for frame in decoder.feed(data):
+                if frame.type is FrameType.REFUSED:
+                    raise CreateFailed(f"a rehearsal was refused: {frame.payload[8:].decode(errors='replace')[:500]}")
+                if frame.type is not FrameType.READY:
+                    session.receive(frame)
+                if frame.type is wanted:
+                    return
+        raise Unavailable("the virtual machine is gone")
+
+    try:
+        await loop.sock_sendall(sock, token + session.hello())
+        await until(FrameType.SYNCED)
+        for argv in _REHEARSED:
+            op, packets = session.start(OpRequest(argv=argv))
+            await loop.sock_sendall(sock, b"".join(packets))
+            await until(FrameType.EXIT)
+            await loop.sock_sendall(sock, session.release(op))
+        await loop.sock_sendall(sock, encode(FrameType.AGAIN))
+        await until(FrameType.READY)
+    except OSError as error:
+        raise Unavailable(f"the virtual machine is gone: {error}") from None
+    except ProtocolError as error:
+        raise CreateFailed(f"the machine speaks nonsense: {error}") from None
 
 
 async def _one_frame(sock: socket.socket) -> Frame:

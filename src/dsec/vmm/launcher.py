@@ -7,6 +7,9 @@ ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
     hello                        -> {"epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}
         The first `cgroups` descriptors are cgroup.procs files to enter, the others become 3, 4, ... of the VMM.
+        With `stem` it becomes one (native/stem/stem.c, which is the last descriptor).
+    branch id stem uid cgroups disk + descriptors -> the same, of a copy of the stem of that id
+        `disk`: device and inode of the stem's. The descriptors are stem.c's, without its output.
     forget id                              -> {}            its end was heard
     hold key + descriptors, take key, drop key   what must outlive the server: the memory and state of templates
     shutdown                               -> {}            all VMMs are killed
@@ -35,7 +38,14 @@ import struct
 import sys
 from typing import Any
 
-VERSION = 1
+VERSION = 2
+UID_BASE = 1 << 30
+"""VMMs run as users of their own from here on, far from those of containers."""
+UIDS = 1 << 20
+STEM_UID = UID_BASE + UIDS
+STEM_CAPABILITIES = (6, 7, 21)
+"""SETGID, SETUID, SYS_ADMIN: of stems, in the user namespace that they share, to make namespaces for branches."""
+STEM_ANSWER_S = 10.0
 MAX_MESSAGE = 128 << 10
 MAX_FDS = 250
 SAID = 4000
@@ -58,7 +68,7 @@ MNT_DETACH = 2
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 15, 22, 38
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 15, 22, 24, 38
 
 # --- the seccomp filter ---------------------------------------------------------------------------------------------
 
@@ -191,14 +201,42 @@ def make_root(paths: list[str], *, sockets: bool = False) -> None:
     mount(None, "/", None, MS_REMOUNT | MS_RDONLY | MS_NOSUID, "size=64k,mode=0755")
 
 
+def make_users() -> int:
+    """A user namespace for stems: a descriptor of it, or -1 on a host that has none. Root in it is STEM_UID, its other
+    users are those of VMMs."""
+    (wait, go_on), (made, say) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_on)
+        if _libc.unshare(NEWUSER) == 0:
+            os.write(say, b"1")
+            os.read(wait, 1)
+        os._exit(0)
+    os.close(say)
+    try:
+        if not os.read(made, 1):
+            return -1
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write(f"0 {STEM_UID} 1\n1 {UID_BASE} {UIDS}\n")
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        for fd in (wait, go_on, made):
+            os.close(fd)
+        os.waitpid(pid, 0)
+
+
 # --- VMMs -------------------------------------------------------------------------------------------------------------
 
 
 class Launcher:
     """What runs, what ended, and what is held."""
 
-    def __init__(self, listening: socket.socket) -> None:
+    def __init__(self, listening: socket.socket, users: int) -> None:
+        """`users`: of `make_users`."""
         self.listening = listening
+        self.users = users
+        self.stems: dict[str, socket.socket] = {}
         self.client: socket.socket | None = None
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.live: dict[str, int] = {}
@@ -272,6 +310,8 @@ class Launcher:
                     done |= {"ended": self.ended, "held": list(self.held)}
                 case "spawn":
                     done = {"pid": self.spawn(request, fds)}
+                case "branch":
+                    done = {"pid": self.branch(request, fds)}
                 case "forget":
                     self.ended.pop(request["id"], None)
                 case "hold":
@@ -299,11 +339,14 @@ class Launcher:
             raise ValueError(f"{request['id']} is there already")
         report, failed = os.pipe2(os.O_CLOEXEC)
         words, said = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        unshare(NEWPID)
+        stem = bool(request.get("stem"))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not stem:  # the first in a pid namespace can't have its parent's children
+            unshare(NEWPID)
         pid = os.fork()
         if pid == 0:
             try:
-                start(request, fds, said, failed)
+                start(request, fds, said, failed, (theirs.fileno(), self.users) if stem else None)
             except BaseException as error:  # noqa: BLE001  whatever it is, the other side says it
                 os.write(failed, str(error).encode()[:1000] or b"?")
             os._exit(FAILED)
@@ -312,10 +355,39 @@ class Launcher:
         os.close(said)
         wrong = os.read(report, 1000)
         os.close(report)
+        theirs.close()
         if wrong:
             os.close(words)
             os.waitpid(pid, 0)
             raise OSError(wrong.decode(errors="replace"))
+        self.live[request["id"]], self.said[request["id"]] = pid, words
+        if stem:
+            ours.settimeout(STEM_ANSWER_S)
+            self.stems[request["id"]] = ours
+        return pid
+
+    def branch(self, request: dict[str, Any], fds: list[int]) -> int:
+        if request["id"] in self.live or request["id"] in self.ended:
+            raise ValueError(f"{request['id']} is there already")
+        stem, groups = self.stems[request["stem"]], request["cgroups"]
+        words, said = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        message = struct.pack("=IIQQ", request["uid"] - UID_BASE + 1, groups, *request["disk"])
+        passed = array.array("i", [*fds[:groups], said, *fds[groups:]])
+        try:
+            stem.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+            answer = stem.recv(1000)
+            pid = int.from_bytes(answer[:4], "little")
+            if pid == 0:
+                raise OSError(answer[4:].decode(errors="replace"))
+            with open(f"/proc/{pid}/stat") as file:  # what it says of itself isn't taken for granted
+                if int(file.read().rpartition(")")[2].split()[1]) != os.getpid() or pid in self.live.values():
+                    raise OSError(f"{pid} is no branch")
+        except OSError as error:
+            os.close(words)
+            os.kill(self.live[request["stem"]], signal.SIGKILL)
+            raise OSError(f"a stem can't branch: {error}") from None
+        finally:
+            os.close(said)
         self.live[request["id"]], self.said[request["id"]] = pid, words
         return pid
 
@@ -331,6 +403,9 @@ class Launcher:
             if name is None:
                 continue
             del self.live[name]
+            stem = self.stems.pop(name, None)
+            if stem:
+                stem.close()
             words = self.said.pop(name)
             try:
                 text = os.read(words, 65536)[-SAID:].decode(errors="replace")
@@ -347,8 +422,8 @@ class Launcher:
             os.waitpid(pid, 0)
 
 
-def start(request: dict[str, Any], fds: list[int], said: int, failed: int) -> None:
-    """The child: become the VMM."""
+def start(request: dict[str, Any], fds: list[int], said: int, failed: int, stem: tuple[int, int] | None) -> None:
+    """The child: become the VMM. `stem`: its end of a socket, and the user namespace."""
     signal.set_wakeup_fd(-1)
     for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
@@ -358,12 +433,17 @@ def start(request: dict[str, Any], fds: list[int], said: int, failed: int) -> No
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(request.get("oom_score_adj", 0)))
     unshare(NEWNS | NEWNET | NEWIPC | NEWUTS | NEWCGROUP)
-    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=invisible" if stem else None)
     passed = fds[request["cgroups"] :]
+    uid, environment = request["uid"], dict[str, str]()
+    if stem:
+        _check(_libc.setns(stem[1], NEWUSER), "enter the user namespace of stems")
+        environment = {"DSEC_STEM": str(3 + len(passed)), "LD_PRELOAD": f"/proc/self/fd/{2 + len(passed)}"}
+        passed, uid = [*passed, stem[0]], 0
     first = 3 + len(passed)
     low = [
         os.dup2(fd, at, inheritable=False)
-        for at, fd in enumerate([*passed, said, failed], max(first, *fds, said, failed) + 1)
+        for at, fd in enumerate([*passed, said, failed], max(first, *fds, *passed, said, failed) + 1)
     ]
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 0)
@@ -377,11 +457,13 @@ def start(request: dict[str, Any], fds: list[int], said: int, failed: int) -> No
         for limit, most in (("NOFILE", request["nofile"]), ("FSIZE", request["fsize"]), ("CORE", 0), ("MEMLOCK", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
         os.setgroups([])
-        os.setresgid(*[request["uid"]] * 3)
-        os.setresuid(*[request["uid"]] * 3)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        for capability in set(range(64)) - set(STEM_CAPABILITIES) if stem else ():
+            _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # some are of newer kernels
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.execve(request["argv"][0], request["argv"], {})
+        os.execve(request["argv"][0], request["argv"], environment)
     except BaseException as error:  # noqa: BLE001  as in `spawn`
         os.write(report, str(error).encode()[:1000] or b"?")
         os._exit(FAILED)
@@ -401,6 +483,7 @@ def main() -> None:
     os.umask(0o022)
     make_root(paths, sockets=sockets)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    users = make_users()
     load_filter(sockets=sockets)
     if os.fork():
         os._exit(0)
@@ -409,7 +492,7 @@ def main() -> None:
     for fd in range(3):
         os.dup2(null, fd)
     _check(_libc.prctl(PR_SET_NAME, b"dsec-launcher", 0, 0, 0), "prctl")
-    Launcher(listening).serve()
+    Launcher(listening, users).serve()
 
 
 if __name__ == "__main__":

@@ -108,9 +108,12 @@ class LauncherClient:
         uid: int,
         file_bytes: int,
         oom_score_adj: int,
+        stem: int | None = None,
     ) -> int:
-        """Start a VMM: its pid. `groups`: cgroup.procs files. `file_bytes`: how large a file it may make. Raises
-        `CreateFailed`, `Unavailable`."""
+        """Start a VMM: its pid. `groups`: cgroup.procs files. `file_bytes`: how large a file it may make. `stem`: it is
+        to `branch`, by this library. Raises `CreateFailed`, `Unavailable`."""
+        if stem is not None:
+            fds = [*fds, stem]
         if len(groups) + len(fds) > MAX_FDS:
             raise CreateFailed(f"a machine of {len(fds)} files; {MAX_FDS - len(groups)} are the most")
         answer, _ = await self._ask(
@@ -123,10 +126,25 @@ class LauncherClient:
             nofile=1024,
             fsize=file_bytes,
             oom_score_adj=oom_score_adj,
+            stem=stem is not None,
         )
-        if "error" in answer:
-            raise CreateFailed(f"a virtual machine's monitor can't be started: {answer['error']}")
-        return int(answer["pid"])
+        return _pid(answer)
+
+    async def branch(
+        self, name: str, stem: str, *, groups: Sequence[int], fds: Sequence[int], uid: int, disk: os.stat_result
+    ) -> int:
+        """Have a VMM that was started for it copy itself: the copy's pid. `disk`: the stem's; `fds`: as in
+        `launcher.py`. Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
+        answer, _ = await self._ask(
+            "branch",
+            [*groups, *fds],
+            id=name,
+            stem=stem,
+            cgroups=len(groups),
+            uid=uid,
+            disk=[disk.st_dev, disk.st_ino],
+        )
+        return _pid(answer)
 
     async def forget(self, name: str) -> None:
         """Its end is on record."""
@@ -210,3 +228,9 @@ class LauncherClient:
         else:
             for fd in fds:
                 os.close(fd)
+
+
+def _pid(answer: dict[str, Any]) -> int:
+    if "error" in answer:
+        raise CreateFailed(f"a virtual machine's monitor can't be started: {answer['error']}")
+    return int(answer["pid"])

@@ -14,7 +14,8 @@ import shutil
 import signal
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dsec.errors import CreateFailed, Unavailable
@@ -24,12 +25,10 @@ from dsec.kernel.cgroups import Slot
 from dsec.store.layers import LayerStore
 from dsec.vmm.disks import Disks
 from dsec.vmm.driver import Command, LayerDisks, VmmControl, VmmDriver
+from dsec.vmm.launcher import UID_BASE, UIDS
 from dsec.vmm.launching import Ended, LauncherClient
 from dsec.vmm.sockets import connect, listen, short
 
-UID_BASE = 1 << 30
-"""VMMs run as users of their own from here on, far from those of containers."""
-UIDS = 1 << 20
 OOM_SCORE_ADJ = 500
 THREADS = 256
 """Of a VMM: virtual CPUs, and those that read and write disks."""
@@ -43,8 +42,17 @@ class Machine:
     """One that runs."""
 
     def __init__(
-        self, name: str, slot: Slot, control: VmmControl, directory: Path, pid: int, *, driver: VmmDriver
+        self,
+        name: str,
+        slot: Slot,
+        control: VmmControl,
+        directory: Path,
+        pid: int,
+        *,
+        driver: VmmDriver,
+        connected: socket.socket | None = None,
     ) -> None:
+        """`connected`: a connection to its port that is there already."""
         self.name = name
         self.slot = slot
         self.control = control
@@ -52,6 +60,13 @@ class Machine:
         self.pid = pid
         """The host's number of its VMM."""
         self._driver = driver
+        self._connected = connected
+
+    def close(self) -> None:
+        """Let go of its VMM. Idempotent."""
+        self.control.close()
+        if self._connected is not None:
+            self._connected.close()
 
     def connect(self, name: str = "channel") -> socket.socket:
         """To its port, or its `console`, where it was handed these; one at a time is served. Raises `Unavailable`."""
@@ -59,6 +74,9 @@ class Machine:
 
     async def port(self) -> socket.socket:
         """To its port, whatever its VMM makes of it. Raises `Unavailable`."""
+        connected, self._connected = self._connected, None
+        if connected is not None:
+            return connected
         return await self._driver.connect(self.directory)
 
 
@@ -99,6 +117,14 @@ class Machines:
         """Resolves when its VMM is gone; shared."""
         return self._exits[name]
 
+    async def early_end(self, name: str) -> Ended | None:
+        """How its VMM ended, where it did or is just about to; None where it lives on, or never began to."""
+        exited = self._exits.get(name)
+        if exited is None:
+            return None
+        await asyncio.wait((exited,), timeout=_LAST_WORDS_S)
+        return exited.result() if exited.done() else None
+
     # --- making ---
 
     def group_shape(self, memory_bytes: int, cpus: float) -> GroupShape:
@@ -118,27 +144,18 @@ class Machines:
         make: Callable[[int, int, int, tuple[LayerDisks, ...]], Command],
         console: Callable[[int], None] | None = None,
         slot: Slot | None = None,
+        stem: int | None = None,
     ) -> Machine:
         """Start a VMM; returns when it answers. `disk` makes its disk, in a thread; `make(channel, control, disk,
         layers)` says which VMM, of descriptors. `console` is told a third socket before that, for its serial line.
-        `slot`: where it ran before, and goes on.
-        `slot`: where it ran before, and goes on.
+        `slot`: where it ran before, and goes on. `stem`: as in `LauncherClient.spawn`.
         What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
-        launcher = self.launcher
-        if launcher is None:
-            raise Unavailable("the launcher of virtual machines is being started again")
+        launcher = self._serving()
         slot = slot or self.pool.take(reservation, shape, name, 0)
-        directory = self.root / name
-        directory.mkdir(mode=0o700)
+        directory = self._place(name)
         with contextlib.ExitStack() as stack:
-
-            def opened(path: Path | str, flags: int = _READ) -> int:
-                fd = os.open(path, flags)
-                stack.callback(os.close, fd)
-                return fd
-
-            own = await asyncio.to_thread(disk)
-            stack.callback(os.close, own)
+            opened = _Opened(stack)
+            own = opened.keep(await asyncio.to_thread(disk))
             uid = uid_of(name)
             if self.driver.listens:
                 channel = control = opened(self._own_directory(directory, uid), os.O_PATH | os.O_CLOEXEC)
@@ -151,11 +168,8 @@ class Machines:
             files = [self._layers.files(digest) for digest in layers]
             disks = tuple(LayerDisks(opened(each.image), opened(each.data) if each.data else None) for each in files)
             command = make(channel, control, own, disks)
-            group = Path(slot.v2, "vm")  # a group that was ever killed kills what comes into it later (Linux to 6.18)
-            group.mkdir()  # noqa: ASYNC240 (microseconds)
-            groups = [opened(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for each in (group, *slot.v1)]
-            self._exits[name] = asyncio.get_running_loop().create_future()
-            try:
+            groups = _enter_groups(slot, opened)
+            with self._expecting(name):
                 pid = await launcher.spawn(
                     name,
                     command.argv,
@@ -164,10 +178,8 @@ class Machines:
                     uid=uid,
                     file_bytes=max(disk_bytes, command.file_bytes),
                     oom_score_adj=OOM_SCORE_ADJ,
+                    stem=stem,
                 )
-            except CreateFailed:
-                del self._exits[name]
-                raise
             found = await self._control(name)
             if command.begin is not None:
                 try:
@@ -176,6 +188,57 @@ class Machines:
                     found.close()
                     raise
         return Machine(name, slot, found, directory, pid, driver=self.driver)
+
+    async def branch(
+        self,
+        name: str,
+        reservation: str,
+        shape: GroupShape,
+        stem: Machine,
+        control: Callable[[socket.socket], VmmControl],
+    ) -> Machine:
+        """A copy of a machine that was started as a stem and stands still, with its disk. `control`: of a VMM by a
+        connection that is in use. Otherwise as `start`."""
+        launcher = self._serving()
+        slot = self.pool.take(reservation, shape, name, 0)
+        directory = self._place(name)
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
+            opened = _Opened(stack)
+            source = self.disks.path(stem.name)
+            fds = [opened.keep(await asyncio.to_thread(self.disks.copy, name, source))]
+            ends = []
+            for each in ("control", "channel"):
+                end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                ends.append(undo.enter_context(end))
+                fds += (stack.enter_context(listen(directory, each)).fileno(), stack.enter_context(theirs).fileno())
+                end.setblocking(False)
+            groups = _enter_groups(slot, opened)
+            with self._expecting(name):
+                pid = await launcher.branch(
+                    name, stem.name, groups=groups, fds=fds, uid=uid_of(name), disk=source.stat()
+                )
+            undo.pop_all()
+        return Machine(name, slot, control(ends[0]), directory, pid, driver=self.driver, connected=ends[1])
+
+    def _serving(self) -> LauncherClient:
+        if self.launcher is None:
+            raise Unavailable("the launcher of virtual machines is being started again")
+        return self.launcher
+
+    def _place(self, name: str) -> Path:
+        directory = self.root / name
+        directory.mkdir(mode=0o700)
+        return directory
+
+    @contextmanager
+    def _expecting(self, name: str) -> Iterator[None]:
+        """Its end will be heard of, if it comes to be."""
+        self._exits[name] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        except CreateFailed:
+            del self._exits[name]
+            raise
 
     @staticmethod
     def _own_directory(directory: Path, uid: int) -> Path:
@@ -222,7 +285,7 @@ class Machines:
     async def end(self, name: str, reservation: str, machine: Machine | None = None) -> None:
         """End it, and remove every trace. Idempotent; works on half-made ones."""
         if machine is not None:
-            machine.control.close()
+            machine.close()
         slot = self.pool.find(reservation, name) if reservation else None
         if slot is not None:
             slot.kill()
@@ -246,6 +309,27 @@ class Machines:
         """Of machines that left anything behind."""
         left = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
         return left | self.disks.list()
+
+
+class _Opened:
+    """Descriptors that are closed with a stack."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def __call__(self, path: Path | str, flags: int = _READ) -> int:
+        return self.keep(os.open(path, flags))
+
+    def keep(self, fd: int) -> int:
+        self._stack.callback(os.close, fd)
+        return fd
+
+
+def _enter_groups(slot: Slot, opened: _Opened) -> list[int]:
+    """Files to enter its cgroups by."""
+    group = Path(slot.v2, "vm")  # a group that was ever killed kills what comes into it later (Linux to 6.18)
+    group.mkdir()
+    return [opened(f"{each}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for each in (group, *slot.v1)]
 
 
 def uid_of(name: str) -> int:

@@ -35,6 +35,9 @@ _KERNEL = (
     "console=ttyS0 quiet loglevel=3 panic=-1 reboot=t rdinit=/init random.trust_cpu=on nowatchdog cgroup_no_v1=all "
     "no_timer_check tsc=reliable 8250.nr_uarts=1"
 )
+_KERNEL_TCG = "norandmaps mitigations=off"
+"""Translated code is found again by its address too, so that programs which are never twice at the same one would be
+translated each time; and an imitated CPU has no guesses of the guest's to guard against."""
 _BOARDS = {
     "pc": "pc,usb=off,hpet=off,vmport=off,smbus=off,graphics=off",
     "microvm": "microvm,acpi=on,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off",
@@ -83,8 +86,12 @@ class QemuDriver:
         if self._accel == "kvm":  # the host's CPU is the guest's
             lines = Path("/proc/cpuinfo").read_text().splitlines()
             cpu = "".join(line for line in lines if line.startswith(("model name", "flags", "stepping")))[:8000]
-        parts = (self.version, str(stat.st_size), str(stat.st_mtime_ns), self._accel, cpu, _KERNEL)
+        parts = (self.version, str(stat.st_size), str(stat.st_mtime_ns), self._accel, cpu, self._kernel_line)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def _kernel_line(self) -> str:
+        return _KERNEL if self._accel == "kvm" else f"{_KERNEL} {_KERNEL_TCG}"
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -148,7 +155,7 @@ class QemuDriver:
         line.add("-device", "virtserialport,chardev=channel,name=dsec,nr=1")
         self._add_disks(line, start)
         if start.kernel is not None:
-            line.add("-kernel", f"/proc/self/fd/{line.take(start.kernel)}", "-append", _KERNEL)
+            line.add("-kernel", f"/proc/self/fd/{line.take(start.kernel)}", "-append", self._kernel_line)
             if start.initramfs is not None:
                 line.add("-initrd", f"/proc/self/fd/{line.take(start.initramfs)}")
         return Command(tuple(line.argv), tuple(line.fds))
@@ -217,6 +224,13 @@ class QemuControl:
         status = await found._call("query-status")
         if isinstance(status, dict) and status.get("status") in ("shutdown", "guest-panicked"):
             found._note_end(str(status["status"]))
+        return found
+
+    @classmethod
+    def over(cls, sock: socket.socket) -> QemuControl:
+        """By a connection that is greeted already: of a branch."""
+        found = cls()
+        found._qmp = Qmp(sock, found._on_event)
         return found
 
     async def command(self, name: str, *, fd: int | None = None, **arguments: Any) -> Any:

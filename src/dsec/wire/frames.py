@@ -52,6 +52,7 @@ class FrameType(IntEnum):
     CONFIGURE = 10
     WARM = 11
     HALT = 12
+    AGAIN = 13
 
     WELCOME = 65
     OPSTATE = 66
@@ -160,6 +161,7 @@ _RULES: dict[int, tuple[int, int, int]] = {
     FrameType.CONFIGURE: (0, MAX_PAYLOAD, 0),
     FrameType.WARM: (0, MAX_PAYLOAD, 0),
     FrameType.HALT: (0, 0, 0),
+    FrameType.AGAIN: (0, 0, 0),
     FrameType.WELCOME: (24, 24, 0),
     FrameType.OPSTATE: (0, MAX_PAYLOAD, 0),
     FrameType.SYNCED: (0, 0, 0),

@@ -120,7 +120,7 @@ class MicroVmBackend:
             self.suspends.let_go(instance.sandbox_id)
             instance.forget()
             await instance.channel.close()
-            instance.machine.control.close()
+            instance.machine.close()
         self._instances.clear()
         self.moments.close()
         await self.node.close(keep=keep)
@@ -202,7 +202,10 @@ class MicroVmBackend:
         try:
             return await self._create(sandbox_id, spec, handle)
         except BaseException as error:
+            end = await self.node.machines.early_end(handle["vm"]) if isinstance(error, Unavailable) else None
             await asyncio.shield(self.destroy(sandbox_id, handle))
+            if end is not None:
+                raise CreateFailed(f"the machine ended while it was made: {self._why(end).message}") from error
             if isinstance(error, OSError):
                 raise CreateFailed(f"the host refused a step: {error}", remedy="See `dsec doctor`.") from error
             if isinstance(error, OutcomeUnknown):

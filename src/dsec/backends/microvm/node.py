@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsec.backends.microvm.spares import Spares
+from dsec.backends.microvm.stems import Stems
 from dsec.backends.microvm.templates import Templates
 from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel.cgroups import CgroupRoot, Slot
@@ -16,9 +17,12 @@ from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine
 from dsec.vmm.node import MachineNode, VmHost
+from dsec.vmm.qemu import QemuControl
 from dsec.vmm.template_cache import Template
 
 _WRITE = os.O_RDWR | os.O_CLOEXEC
+STEM = "stem.so"
+"""Beside the guest: what makes a stem of a VMM."""
 
 
 class VmNode(MachineNode):
@@ -39,6 +43,7 @@ class VmNode(MachineNode):
         super().__init__("vm", host, driver, cgroups, accel_reason=accel_reason)
         self.kernels = KernelStore(host.state)
         self.spares = Spares(self.machines, self.clone, each=spare)
+        self.stems = Stems(self.machines, self._start_stem, wanted=driver.name == "qemu" and driver.accel == "tcg")
         self._templates_root = templates or host.state / "vm" / "templates"
         self._templates: Templates | None = None
 
@@ -65,19 +70,35 @@ class VmNode(MachineNode):
 
     def launcher_lost(self) -> None:
         self.spares.drop_all()
+        self.stems.drop_all()
 
     async def clone(self, name: str, reservation: str, shape: Shape, cpus: float) -> Machine:
         """A machine that waits to become somebody. `Machines.end` removes what it made, also where this fails. Raises
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
         template = await self.templates.get(shape)
+        stem = await self.stems.get(shape, template)
         try:
-            machine = await self.go_on(name, reservation, shape, cpus, template)
+            if stem is None:
+                machine = await self.go_on(name, reservation, shape, cpus, template)
+            else:
+                groups = self.machines.group_shape(shape.memory_bytes, cpus)
+                machine = await self.machines.branch(name, reservation, groups, stem, QemuControl.over)
         except (CreateFailed, Unavailable):
-            await self.templates.doubt(template)
+            if stem is None:
+                await self.templates.doubt(template)
+            else:
+                self.stems.drop(template.key)
             raise
         self.templates.trust(template)
         return machine
+
+    async def _start_stem(self, name: str, reservation: str, shape: Shape, template: Template) -> Machine:
+        library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return await self.go_on(name, reservation, shape, shape.vcpus, template, stem=library)
+        finally:
+            os.close(library)
 
     async def go_on(
         self,
@@ -89,9 +110,10 @@ class VmNode(MachineNode):
         *,
         devices_only: bool = False,
         slot: Slot | None = None,
+        stem: int | None = None,
     ) -> Machine:
         """The same of a template that is at hand. `devices_only`: as in `Start`. `slot`: a machine that goes on where
-        it ran before, with its own disk."""
+        it ran before, with its own disk. `stem`: as in `LauncherClient.spawn`."""
         state = template.open_state()
         try:
             machine = await self.machines.start(
@@ -115,6 +137,7 @@ class VmNode(MachineNode):
                     )
                 ),
                 slot=slot,
+                stem=stem,
             )
         finally:
             os.close(state)
@@ -128,6 +151,7 @@ class VmNode(MachineNode):
     async def close(self, *, keep: bool) -> None:
         """`keep`: machines and templates go on for the next server."""
         await self.spares.close(keep=keep)
+        await self.stems.close()
         if self._templates is not None:
             await self._templates.close()
         await self.disconnect(keep=keep)

@@ -97,7 +97,7 @@ class Spares:
         if keep:
             for ready in self._ready.values():
                 for spare in ready:
-                    spare.machine.control.close()
+                    spare.machine.close()
             self._ready.clear()
         self.drop_all()
         for timer in self._idle.values():

@@ -65,7 +65,7 @@ class Templates:
         self._machines = machines
         self._kernels = kernels
         self._layers = layers
-        self._guest = guest
+        self.guest = guest
         self._open: dict[str, Template] = {}
         self._making: dict[str, asyncio.Task[Template]] = {}
         self._doubted: set[str] = set()
@@ -92,7 +92,7 @@ class Templates:
 
     def key(self, kernel: Kernel, shape: Shape) -> str:
         """Names a template by all that goes into it."""
-        parts = (VERSION, kernel.digest, self._guest.parent.name, self._machines.driver.fingerprint, shape)
+        parts = (VERSION, kernel.digest, self.guest.parent.name, self._machines.driver.fingerprint, shape)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
     async def doubt(self, template: Template) -> None:
@@ -273,7 +273,7 @@ class Templates:
         modules = {name: (directory / "modules" / name).read_bytes() for name in kernel.modules}
         first = os.memfd_create("initramfs", os.MFD_CLOEXEC)
         with open(first, "wb", closefd=False) as file:
-            file.write(initramfs.make(self._guest.read_bytes(), modules))
+            file.write(initramfs.make(self.guest.read_bytes(), modules))
         return os.open(directory / "kernel", os.O_RDONLY | os.O_CLOEXEC), first
 
     # --- on disk ---
