@@ -11,7 +11,7 @@ TEXT = (HERE.parents[1] / "docs" / "THREATS.md").read_text()
 
 ANYWHERE = {
     path.name: path
-    for part in ("unit", "integration", "e2e", "security", "cluster")
+    for part in ("unit", "integration", "e2e", "security", "cluster", "conformance")
     for path in (HERE.parent / part).glob("test_*.py")
 }
 """Test files that the document may name."""
