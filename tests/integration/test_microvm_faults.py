@@ -84,6 +84,11 @@ async def node(place: tuple[Config, Host]) -> AsyncIterator[Node]:
         await backend.close(keep=False)
 
 
+def machines(backend: MicroVmBackend) -> set[str]:
+    """Sandboxes' machines, not stems."""
+    return {name for name in backend.node.machines.names() if name.startswith("v")}
+
+
 async def test_a_templates_files_go_while_clones_live(node: Node) -> None:
     one = await node.make("one")
     templates = node.backend.node.templates
@@ -108,6 +113,7 @@ async def test_a_template_that_is_no_use_is_made_again(node: Node) -> None:
     os.write(broken, os.pread(template.state, 1000, 0))
     os.dup2(broken, template.state)
     os.close(broken)
+    node.backend.node.stems.drop_all()  # it would serve without the template's state
     for name in ("two", "three"):
         with pytest.raises((CreateFailed, Unavailable)):
             await node.make(name)
@@ -164,7 +170,7 @@ async def test_a_suspended_one_can_not_be_resumed(node: Node, monkeypatch: pytes
     for instance in (one, two):
         instance.freeze(True)
         assert (await instance.page_out()).after_bytes == 0
-    assert node.backend.node.machines.names() == {one.machine.name, two.machine.name}
+    assert machines(node.backend) == {one.machine.name, two.machine.name}
     with monkeypatch.context() as other:
         other.setitem(node.backend.node.driver.__dict__, "fingerprint", "another")
         one.freeze(False)
@@ -202,7 +208,7 @@ async def test_a_storm_beyond_memory(node: Node, tmp_path: Path) -> None:
         items = await edge.fork(running[0].sandbox.id, 3, deadline_s=0.0)
         assert {item.error.code for item in items if item.error} == {"admission_timeout"}
         assert all(edge.get(each.sandbox.id).state is State.RUNNING for each in running)
-        assert len(node.backend.node.machines.names()) == 4
+        assert len(machines(node.backend)) == 4
     finally:
         await edge.close(keep=False)
 
@@ -242,7 +248,7 @@ async def test_a_guest_in_hostile_hands(node: Node, monkeypatch: pytest.MonkeyPa
     with pytest.raises(Unavailable, match="didn't write its files down"):
         await node.capture("silent")
     assert list((node.backend.node.host.volume.root / "captures").iterdir()) == []
-    assert len(node.backend.node.machines.names()) == 3
+    assert len(machines(node.backend)) == 3
     assert ok(await shell(other.channel, "echo alive")) == b"alive\n"
 
 
