@@ -27,7 +27,7 @@ FailureAction=poweroff-immediate
 ConditionPathExists=/dev/disk/by-label/{LABEL}
 
 [Service]
-ExecStartPre=/bin/sh -c 'mkdir -p {PLACE} && mount -r /dev/disk/by-label/{LABEL} {PLACE}'
+ExecCondition=/bin/sh -c 'mkdir -p {PLACE} && mount -r /dev/disk/by-label/{LABEL} {PLACE} && [ -x {PLACE}/dsec-guest ]'
 ExecStart={PLACE}/dsec-guest --service
 KillMode=process
 TasksMax=infinity
@@ -37,7 +37,7 @@ LimitNOFILE=1048576
 WantedBy=multi-user.target
 """
 """After all else that is started at boot: what a template is saved with has settled. A machine whose guest was killed
-is reached by nobody any more, and ends."""
+is reached by nobody any more, and ends; one that was given none, as its seed says, has no service."""
 _INSTALL = f"""\
 #!/bin/sh
 set -e
