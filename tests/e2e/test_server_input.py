@@ -129,7 +129,7 @@ async def test_a_bad_field_is_refused_by_name(server: Server, client: AsyncClien
     assert await client.list(states=[State.STARTING, State.QUEUED]) == []
 
 
-@pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"gpus": 1}, {"backend": "vm"}])
+@pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"gpus": 1}])
 async def test_what_is_not_built_is_unsupported(client: AsyncClient, field: dict[str, Any]) -> None:
     with pytest.raises(Unsupported) as caught:
         await client.create("debian", **field)
