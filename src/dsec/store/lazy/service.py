@@ -238,9 +238,12 @@ class LazyLayers:
     # --- keeping both running ---
 
     async def _keep_running(self) -> None:
-        """Connect to the filler, again and again; with each that is gone, look after the holder too."""
+        """Connect to the filler, again and again; before each, look after the holder: a filler can't begin without
+        one, whichever of them died first."""
         while True:
             try:
+                if self.way != "fuse" and not await asyncio.to_thread(self._holder_lives):
+                    await asyncio.to_thread(self._start_holder)
                 reader, writer = await self._connect()
             except (DsecError, OSError) as error:
                 log.error("lazy layers can't be filled: %s", error)
@@ -261,8 +264,6 @@ class LazyLayers:
                 self._processes.remove(process)
             if self.way == "fuse":
                 await asyncio.to_thread(self._lose)
-            elif not await asyncio.to_thread(self._holder_lives):
-                await asyncio.to_thread(self._start_holder)
 
     def _lose(self) -> None:
         """The file system went with its filler."""
