@@ -249,7 +249,8 @@ class _Group:
                         answer = Answered(response.status, await response.read())
                         if REFUSED in response.headers:
                             job.doubt.discard(edge)
-                            self._last = answer.body
+                            if answer.status != 503 or not self._last:  # what the caller did wrong is said first
+                                self._last = answer.body
                             return False
                         if not comes_again(answer):
                             self._fail(part.first, part.count, answer.body)
