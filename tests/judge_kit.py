@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tarfile
@@ -14,6 +13,7 @@ import pytest
 
 from dsec import Client
 from server_kit import Server, serving
+from trees import link_store
 
 PACKAGES = (
     "gcc",
@@ -70,7 +70,7 @@ def toolchain(path: Path) -> Path:
 def compiling(debian_store: Path, top: Path) -> Iterator[Server]:
     """A server, its state in `top`, whose store is its own."""
     (top / "state").mkdir(mode=0o700, exist_ok=True)
-    shutil.copytree(debian_store, top / "state" / "store", copy_function=os.link)
+    link_store(debian_store, top / "state" / "store")
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (top / "state" / "native").symlink_to(debian_store.parent / "native")
     with serving(top / "state") as made:

@@ -1,8 +1,9 @@
-"""What is in a tree of files, to be compared."""
+"""What is in a tree of files, to be compared; a store of a test's own."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -25,3 +26,8 @@ def state_of(root: Path) -> State:
             mode = 0 if kind == stat.S_IFLNK else stat.S_IMODE(status.st_mode)
             found[os.path.relpath(path, os.fsencode(root))] = (kind, mode, int(status.st_mtime), content)
     return found
+
+
+def link_store(store: Path, into: Path) -> None:
+    """A store with names of its own over the same files; without what is being made in it: /proc may be mounted there."""
+    shutil.copytree(store, into, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns("tmp", "lazy"))

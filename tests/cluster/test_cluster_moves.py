@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from dsec import AsyncClient, AsyncSandbox, Cause
 from dsec.errors import SandboxLost, SandboxNotFound
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
+from trees import link_store
 
 pytestmark = pytest.mark.root
 SMALL: dict[str, Any] = {"memory_bytes": 64 << 20, "disk_bytes": 64 << 20}
@@ -44,7 +43,7 @@ def own_store(state: Path) -> Path:
     """Nodes have layers of their own; what doesn't change is linked."""
     common = (state / "store").resolve()
     (state / "store").unlink()
-    shutil.copytree(common, state / "store", symlinks=True, copy_function=os.link)
+    link_store(common, state / "store")
     for base in ("chunks.db", "chunks.db-wal", "chunks.db-shm"):
         (state / "store" / base).unlink(missing_ok=True)
     return state

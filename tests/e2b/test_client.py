@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 from image_kit import TinyImage, registry, tar
 
 from dsec.bench import e2b_client
+from trees import link_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from server_kit import Server, serving
@@ -31,7 +30,7 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     state.mkdir(mode=0o700)
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    link_store(debian_store, state / "store")  # its own names, the same files
     with serving(state) as server:
         yield server
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 import subprocess
 import sys
 import urllib.error
@@ -21,6 +19,7 @@ from image_kit import tar
 from dsec import Client
 from dsec.errors import BuildFailed, InvalidRequest, Unavailable, Unsupported
 from server_kit import Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.root
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("builds") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # a store of its own
+    link_store(debian_store, state / "store")  # a store of its own
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with serving(state) as made:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,7 @@ from dsec import AsyncClient, Client
 from dsec.cli.layers import drawn
 from dsec.errors import EnvironmentNotFound, InvalidRequest, LayerCorrupt, NotFound
 from server_kit import Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -34,7 +34,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("layers") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # a store of its own
+    link_store(debian_store, state / "store")  # a store of its own
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with pytest.MonkeyPatch.context() as patch:

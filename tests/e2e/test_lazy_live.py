@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from image_kit import tar
 from dsec import Client
 from dsec.spec.causes import Cause
 from server_kit import Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -29,7 +29,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def node(debian_store: Path, root: Path) -> Path:
     state = root / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)
+    link_store(debian_store, state / "store")
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     return state

@@ -17,6 +17,7 @@ from dsec.errors import CreateFailed
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec, State
 from server_kit import PATIENCE_S, Server, serving
+from trees import link_store
 
 pytestmark = [
     pytest.mark.root,
@@ -35,7 +36,7 @@ head -c 16 /dev/urandom | od -An -tx1; date +%s.%N; pgrep -x sh"""
 def server(debian_store: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("machines") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    link_store(debian_store, state / "store")  # its own names, the same files
     (state / "native").symlink_to(debian_store.parent / "native")
     (state / "vm").mkdir()
     (state / "vm" / "templates").symlink_to(vm_templates)

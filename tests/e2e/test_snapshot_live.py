@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +14,7 @@ from dsec import AsyncClient
 from dsec.errors import Conflict
 from dsec.spec.sandbox import SandboxSpec, State
 from server_kit import PATIENCE_S, Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -28,7 +27,7 @@ HISTORY = str(Path("/root", ".bash_history"))
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("snapshots") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    link_store(debian_store, state / "store")  # its own names, the same files
     (state / "native").symlink_to(debian_store.parent / "native")
     with serving(state) as server:
         yield server

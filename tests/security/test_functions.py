@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 import threading
 import time
 import urllib.request
@@ -20,6 +18,7 @@ from functions_kit import FORGER, HOSTILE, LATE, LINKED, NEW_NAMESPACES, SHARER,
 from dsec import Client, FunctionCall, FunctionResult
 from dsec.errors import Unsupported
 from server_kit import Server, serving, until
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.root
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     top = tmp_path_factory.mktemp("functions")
     (top / "state").mkdir(mode=0o700)
-    shutil.copytree(debian_store, top / "state" / "store", copy_function=os.link)  # a store of its own
+    link_store(debian_store, top / "state" / "store")  # a store of its own
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (top / "state" / "native").symlink_to(debian_store.parent / "native")
     hostile = HOSTILE.replace("FLAGS", repr(NEW_NAMESPACES))

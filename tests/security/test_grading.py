@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from grading_kit import LAYER, RIGHT, Attacked, archive, untaken
 from dsec import Client, Grader
 from dsec.errors import InvalidRequest, NotFound, PermissionDenied, SandboxEnded
 from server_kit import Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 FORGED = "#!/bin/sh\nprintf '1..2\\nok 1\\nok 2\\n'\n"
@@ -33,7 +32,7 @@ LOUD = "print('1..2\\nok 1\\nok 2', flush=True)\nimport os\nos._exit(0)\n"
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("grading") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # a store of its own
+    link_store(debian_store, state / "store")  # a store of its own
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with serving(state) as made:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from dsec.errors import DsecError, PermissionDenied
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.spec.tripwires import PathRule
 from server_kit import PATIENCE_S, Server, serving
+from trees import link_store
 
 pytestmark = pytest.mark.root
 
@@ -109,7 +108,7 @@ for number in itertools.count():
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("hostile") / "state"
     state.mkdir(mode=0o700)
-    shutil.copytree(debian_store, state / "store", copy_function=os.link)  # its own names, the same files
+    link_store(debian_store, state / "store")  # its own names, the same files
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with pytest.MonkeyPatch.context() as patch:
