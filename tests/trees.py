@@ -29,5 +29,5 @@ def state_of(root: Path) -> State:
 
 
 def link_store(store: Path, into: Path) -> None:
-    """A store with names of its own over the same files; without what is being made in it: /proc may be mounted there."""
+    """A store with names of its own over the same files; without what is being made, where /proc may be mounted."""
     shutil.copytree(store, into, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns("tmp", "lazy"))
