@@ -14,6 +14,7 @@ from dsec import Client, FunctionLimits
 from dsec.spec.causes import Cause
 from dsec.spec.judging import Word
 from server_kit import serving
+from trees import link_store
 
 pytestmark = [
     pytest.mark.root,
@@ -39,6 +40,8 @@ def unpacked(packages: list[str], status: bytes, cache: Path, work: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def client(debian_module_state: Path, debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    (debian_module_state / "store").unlink()
+    link_store(debian_store, debian_module_state / "store")  # its own names: the next run makes the layer anew
     with serving(debian_module_state) as server:
         endpoint = server.endpoint()
         with Client(endpoint.url, endpoint.api_key) as client:
