@@ -19,6 +19,7 @@ from dsec import AsyncClient, AsyncSandbox
 from dsec.app import read_config
 from dsec.kernel import census
 from dsec.sdk._config import FILE_NAME, Endpoint
+from free_port import free_port
 
 PATIENCE_S = 60.0
 SOURCES = Path(__file__).parent.parent / "src"
@@ -31,15 +32,18 @@ class Server:
         self.state = state
         self.config = read_config(state)
         self.on_exit = on_exit
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns when it answers."""
         self.process = self.spawn()
-        until(lambda: self._listens() or self._exited())
-        assert self.process.poll() is None, self.log()[-3000:]
+        until(lambda: self._listens() or not self.alive())
+        assert self.alive(), self.log()[-3000:]
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def spawn(self) -> subprocess.Popen[bytes]:
         """Start it, without a look at what becomes of it."""
@@ -125,10 +129,6 @@ class Server:
         with socket.socket() as sock:
             return not sock.connect_ex(("127.0.0.1", self.port)) and (self.state / FILE_NAME).exists()
 
-    def _exited(self) -> bool:
-        assert self.process is not None
-        return self.process.poll() is not None
-
 
 @contextmanager
 def serving(state: Path, *, on_exit: str = "destroy") -> Iterator[Server]:
@@ -143,7 +143,7 @@ def serving(state: Path, *, on_exit: str = "destroy") -> Iterator[Server]:
 
 def end(server: Server) -> None:
     """Stop it, and see that nothing is left on the host."""
-    if server.process is not None and server.process.poll() is None:
+    if server.alive():
         server.stop()
     if server.census() != census.Census():
         server.on_exit = "destroy"
@@ -169,12 +169,6 @@ def _reap() -> None:
             name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
             if rest.split()[0] == "Z" and ("dsec" in name or name == "zygote"):
                 os.waitpid(int(pid), 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _pids() -> Iterator[int]:

@@ -30,17 +30,12 @@ from dsec import AsyncClient
 from dsec.app import read_config
 from dsec.cluster.credentials import make_cluster
 from dsec.kernel import census
+from free_port import free_port
 
 SOURCES = Path(__file__).parents[2] / "src"
 PATIENCE_S = 120.0
 LOST_S = 300.0
 """A node that is started again on a busy machine isn't to be taken for lost."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -30,6 +30,7 @@ class RemoteFactory:
     def make(self) -> RemoteBackend:
         if self.backend is not None:
             self.server.kill()
+        if not self.server.alive():  # nor where an earlier test couldn't start it
             self.server.start()
         endpoint = self.server.endpoint()
         self.backend = RemoteBackend(endpoint.url, endpoint.api_key)

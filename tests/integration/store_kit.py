@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -19,14 +18,13 @@ from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerStore
 from dsec.store.leases import Leases
 from dsec.store.shared import SharedLayers
+from free_port import free_port
 
 
 @contextmanager
 def s3_server() -> Iterator[str]:
     """A server of the S3 protocol in a process of its own. Yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"

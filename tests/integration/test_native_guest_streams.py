@@ -20,6 +20,7 @@ from native_guest import CONNECT, EXITED, KILLED, START_FAILED, WATCH, Guest, Op
 from dsec.spec.sandbox import FileEvent
 from dsec.wire.events import ConnectDecoder, EventDecoder
 from dsec.wire.frames import MAX_WATCHES, FrameType
+from free_port import free_port
 
 pytestmark = pytest.mark.root
 RECURSIVE = 2
@@ -393,9 +394,7 @@ def test_a_reset_is_an_error(guest: Guest, serve: Callable[..., Server]) -> None
 
 
 def test_nobody_listens(guest: Guest, tmp_path: Path) -> None:
-    spare = socket.create_server(("127.0.0.1", 0))
-    port = spare.getsockname()[1]
-    spare.close()
+    port = free_port()
     for fields, error in (
         ({"port": port}, errno.ECONNREFUSED),
         ({"path": str(tmp_path / "missing")}, errno.ENOENT),

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from free_port import free_port
+
 import zstandard
 
 OCI = "application/vnd.oci.image"
@@ -138,9 +140,7 @@ def _call(method: str, url: str, data: bytes | None = None, kind: str = "") -> A
 @contextmanager
 def registry(top: Path, extra: str = "") -> Iterator[str]:
     """Debian's docker-registry in a process of its own. `extra`: more of its configuration. Yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = top / "registry.yml"
     config.write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {top}/data}}}}\n"

@@ -14,6 +14,7 @@ from dsec.errors import InvalidRequest, Unavailable
 from dsec.sdk._config import Endpoint
 from dsec.sdk._http import ConnectFailed, Pool
 from dsec.sdk._transport import Transport
+from free_port import free_port
 
 BODY = bytes(range(256)) * 5
 CHUNKED = (
@@ -182,10 +183,8 @@ async def test_a_connection_whose_answer_nobody_waited_for_is_not_used_again() -
 
 
 async def test_where_nobody_listens_nothing_was_sent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
     with pytest.raises(ConnectFailed):
-        await _read(Pool(URL(f"http://127.0.0.1:{port}/")))
+        await _read(Pool(URL(f"http://127.0.0.1:{free_port()}/")))
 
 
 async def test_a_redirect_is_no_success_and_is_not_followed() -> None:

@@ -1,4 +1,4 @@
-"""The layer that a shield's machine has over Debian: this very server, with the packages that it has loaded and the
+"""The layer that a shield's machine has over Debian: this very server, with the packages that it needs and the
 compiled programs, below /opt/dsec. Debian's own Python runs it, which has to be of the same version as ours.
 """
 
@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import dsec
 from dsec.errors import Unsupported
@@ -20,7 +21,6 @@ from dsec.store.layers import LayerStore
 AT = "/opt/dsec"
 LIBRARY = f"{AT}/lib"
 _KIND = "shield"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SKIPPED = shutil.ignore_patterns("*.pyc", "tests", "_native")
 
 
@@ -61,25 +61,33 @@ def check_python(version: str) -> None:
 
 
 def _packages() -> list[Path]:
-    """What this process has loaded from outside of the standard library, and all that this needs: the top of everything
-    that their distributions have installed."""
-    known = importlib.metadata.packages_distributions()
-    loaded = {module.partition(".")[0] for module in list(sys.modules)}
-    waiting = {name for module in loaded for name in known.get(module, ()) if name != "dsec"}
-    seen: set[str] = set()
+    """What a server needs from outside of the standard library, as its distribution says, not what happens to be loaded:
+    the top of everything that the distributions have installed. Raises `Unsupported` where dsec itself isn't installed.
+    """
+    waiting = [Requirement("dsec[server]")]
+    seen: set[tuple[str, frozenset[str]]] = set()
     found: set[Path] = set()
     while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        try:
-            distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # for another system
+        wanted = waiting.pop()
+        extras = frozenset(wanted.extras)
+        if (wanted.name, extras) in seen:
             continue
-        for file in distribution.files or ():
-            if file.parts[0] not in ("..", "__pycache__"):
-                found.add(Path(str(distribution.locate_file(file.parts[0]))))
-        needed = (line for line in distribution.requires or () if "extra ==" not in line)
-        waiting |= {match[0] for line in needed if (match := _NAME.match(line))} - seen
+        seen.add((wanted.name, extras))
+        try:
+            distribution = importlib.metadata.distribution(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            raise Unsupported(
+                f"the package {wanted.name} isn't installed, so the server can't be taken into a machine",
+                remedy='Install dsec with `pip install "dsec[server]"`.',
+            ) from None
+        if wanted.name != "dsec":
+            for file in distribution.files or ():
+                if file.parts[0] not in ("..", "__pycache__"):
+                    found.add(Path(str(distribution.locate_file(file.parts[0]))))
+        for needed in map(Requirement, distribution.requires or ()):
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+                waiting.append(needed)
     return sorted(found)
 
 
