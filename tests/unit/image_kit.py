@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
-
 import zstandard
+
+from free_port import free_port
 
 OCI = "application/vnd.oci.image"
 

@@ -61,8 +61,8 @@ def check_python(version: str) -> None:
 
 
 def _packages() -> list[Path]:
-    """What a server needs from outside of the standard library, as its distribution says, not what happens to be loaded:
-    the top of everything that the distributions have installed. Raises `Unsupported` where dsec itself isn't installed.
+    """What a server needs from outside of the standard library, as its distribution says and not as it happens to be
+    loaded: the top of everything that the distributions have installed. Raises `Unsupported` where dsec isn't.
     """
     waiting = [Requirement("dsec[server]")]
     seen: set[tuple[str, frozenset[str]]] = set()
