@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ import zstandard
 from msgspec import Struct
 
 from dsec.errors import InvalidRequest, NotFound, PlatformError, Unsupported
+from dsec.store.scratch import ScratchRoot
 
 Progress = Callable[[str], None]
 
@@ -66,6 +66,7 @@ class KernelStore:
 
     def __init__(self, state: Path) -> None:
         self.root = state / "store" / "kernels"
+        self._scratch = ScratchRoot(state)
 
     def list(self) -> list[Kernel]:
         """The best to boot first: built ones, then the newest."""
@@ -104,7 +105,8 @@ class KernelStore:
         `PlatformError` where the download fails.
         """
         say = progress or (lambda _: None)
-        with self._scratch() as scratch:
+        with self._scratch.make() as directory:
+            scratch = Path(directory)
             if package is None:
                 say(f"downloading {PACKAGE}")
                 package = _download(_newest_dependency(PACKAGE), scratch)
@@ -140,7 +142,8 @@ class KernelStore:
         missing = [name for name in ("flex", "bison", "bc", "make", "gcc", "xz") if shutil.which(name) is None]
         if missing:
             raise Unsupported(f"{', '.join(missing)} missing", remedy=f"apt-get install {' '.join(BUILD_PACKAGES)}")
-        with self._scratch() as scratch:
+        with self._scratch.make() as directory:
+            scratch = Path(directory)
             name = source.name if source else _newest_dependency(SOURCE_PACKAGE)
             label = f"{name} {hashlib.sha256(fragment).hexdigest()[:12]}"
             for kernel in self.list():
@@ -181,10 +184,6 @@ class KernelStore:
         if missing:
             say(f"this source has no {', '.join(missing)}")
 
-    def _scratch(self) -> _Scratch:
-        self.root.mkdir(parents=True, exist_ok=True)
-        return _Scratch(self.root)
-
     def _place(self, target: Path, release: str, source: str, *, built: bool, modules: Sequence[str] = ()) -> Kernel:
         digest, size = hashlib.sha256(), 0
         for path in (target / "kernel", *(target / "modules" / name for name in modules)):
@@ -202,24 +201,12 @@ class KernelStore:
             size_bytes=size,
             created_at=time.time(),
         )
+        self.root.mkdir(parents=True, exist_ok=True)
         final = self.root / kernel.digest
         if not final.exists():
             (target / "kernel.json").write_bytes(msgspec.json.encode(kernel))
             target.rename(final)
         return kernel
-
-
-class _Scratch:
-    """A directory beside the kernels, removed when it is left."""
-
-    def __init__(self, root: Path) -> None:
-        self._directory = tempfile.TemporaryDirectory(dir=root, prefix=".tmp-", ignore_cleanup_errors=True)
-
-    def __enter__(self) -> Path:
-        return Path(self._directory.name)
-
-    def __exit__(self, *_: object) -> None:
-        self._directory.cleanup()
 
 
 def _in_order(available: dict[str, Path]) -> list[Path]:

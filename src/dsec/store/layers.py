@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +34,7 @@ from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
 from dsec.store.holds import Holds
+from dsec.store.scratch import Scratch, ScratchRoot
 from dsec.store.tree import Node, directory, walk
 
 ID_COUNT = 65_536
@@ -127,13 +126,13 @@ class LayerStore:
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir / "store" / "layers"
-        self._scratch = state_dir / "store" / "tmp"
+        self._scratch = ScratchRoot(state_dir)
         self._lazy: dict[str, LayerFiles] = {}
         self._looped: set[str] = set()
         self._filling: set[str] = set()
         self.holds = Holds()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._scratch.mkdir(exist_ok=True)
+        self._scratch.path.mkdir(exist_ok=True)
 
     def attach(self, digest: str, files: LayerFiles, *, loops: bool, complete: bool = False) -> None:
         """From now on a layer that isn't here whole is where its data comes when it is read (`store.lazy`). `loops`:
@@ -213,15 +212,13 @@ class LayerStore:
 
             return self.holds.remove(digest, remove, unless=unless)
 
-    def scratch(self) -> tempfile.TemporaryDirectory[str]:
+    def scratch(self) -> Scratch:
         """A directory on the store's file system, for building."""
-        return tempfile.TemporaryDirectory(dir=self._scratch)
+        return self._scratch.make()
 
     def clear_scratch(self) -> None:
-        """Remove what builds that were killed left. Call when no build runs."""
-        for entry in os.scandir(self._scratch):
-            mounts.unmount_under(entry.path)
-            shutil.rmtree(entry.path)
+        """Remove what builds that were killed left."""
+        self._scratch.clear()
 
     @contextmanager
     def making(self, budget: Budget | None = None) -> Iterator[LayerMaker]:

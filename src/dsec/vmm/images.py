@@ -14,9 +14,8 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import EnvironmentNotFound, InvalidRequest, NotFound
+from dsec.store.scratch import ScratchRoot
 from dsec.vmm import debian, imaging, qcow2
 from dsec.vmm.disks import copy_file
 
@@ -66,6 +66,7 @@ class ImageStore:
 
     def __init__(self, state: Path) -> None:
         self.root = state / "store" / "disks"
+        self._scratch = ScratchRoot(state)
 
     # --- finding ---
 
@@ -127,7 +128,8 @@ class ImageStore:
         """
         say = progress or (lambda _: None)
         _check_name(name)
-        with self._scratch() as scratch:
+        with self._scratch.make() as directory:
+            scratch = Path(directory)
             copy = scratch / "copy"
             say(f"copying {source.name}")
             with copy.open("xb") as file:
@@ -151,7 +153,8 @@ class ImageStore:
         `debian.build`, `InvalidRequest` for a bad name."""
         say = progress or (lambda _: None)
         _check_name(name)
-        with self._scratch() as scratch:
+        with self._scratch.make() as directory:
+            scratch = Path(directory)
             disk = debian.build(scratch, packages, say)
             return self._place(disk, name, Traits(), " ".join(("debian", *packages)), say)
 
@@ -165,6 +168,7 @@ class ImageStore:
         say("naming it by its content")
         digest = hashlib.sha256(_hash(disk) + msgspec.json.encode(traits)).hexdigest()
         image = Image(digest=digest, traits=traits, source=source, size_bytes=size, created_at=time.time())
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         done = disk.parent / "done"
         done.mkdir(mode=0o700)
         disk.chmod(0o400)
@@ -178,12 +182,6 @@ class ImageStore:
         temporary.write_text(digest)
         temporary.rename(names / name)
         return msgspec.structs.replace(self.find(digest), names=[name])
-
-    @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=self.root) as path:
-            yield Path(path)
 
 
 def _check_name(name: str) -> None:
