@@ -30,4 +30,8 @@ def state_of(root: Path) -> State:
 
 def link_store(store: Path, into: Path) -> None:
     """A store with names of its own over the same files; without what is being made, where /proc may be mounted."""
-    shutil.copytree(store, into, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns("tmp", "lazy"))
+    try:
+        shutil.copytree(store, into, symlinks=True, copy_function=os.link, ignore=shutil.ignore_patterns("tmp", "lazy"))
+    except shutil.Error as error:
+        first, *others = error.args[0]
+        raise AssertionError(f"{first}, and {len(others)} more") from None  # each with all its text were gigabytes once
