@@ -153,7 +153,7 @@ async def test_keys_and_clicks(client: AsyncClient, small: SandboxSpec) -> None:
 async def test_the_serial_console(client: AsyncClient, small: SandboxSpec) -> None:
     box = await client.create(small)
     await box.console.write("\n")
-    assert f"{box.id} login:" in await box.console.wait_for("login:", timeout_s=PATIENCE_S)
+    assert f"{box.id} login:" in await box.console.wait_for("login: ", timeout_s=PATIENCE_S)
     at = await box.console.read()
     assert (await box.console.read(at.offset + len(at.data))).data == b""
 
