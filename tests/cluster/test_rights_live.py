@@ -137,6 +137,36 @@ async def test_keys_end_everywhere_within_seconds(place: ClusterPlace, root: Asy
         await root.revoke_key("0123456789abcdef")
 
 
+async def test_who_rotates_a_key_gets_no_more_than_they_have(place: ClusterPlace, root: AsyncClient) -> None:
+    """The secret of the new one is theirs: of another principal's, or of a wider one, it must not be."""
+    await root.rights.create_project("rotating")
+    await root.rights.give_role("person:boss", "admin", project="rotating")
+    await root.rights.give_role("agent:sly", "agent", project="rotating")
+    boss = await root.rights.create_key(project="rotating", principal="person:boss")
+    wide = await root.rights.create_key(project="rotating", principal="agent:sly")
+    scopes = [Verb.READ, Verb.KEYS, Verb.GRANT]
+    narrow = await root.rights.create_key(project="rotating", principal="agent:sly", scopes=scopes)
+    top = await root.rights.create_key(project="rotating")
+    half = await root.rights.create_key(project="rotating", scopes=scopes)
+    async with AsyncClient(place.apis[1], narrow["key"]) as sly:
+        await eventually(lambda: can(sly.rights.roles()), "the other apiserver has heard of it")
+        for other in (boss, wide, top):
+            with pytest.raises(PermissionDenied):
+                await sly.rights.rotate_key(other["id"])
+        own = await sly.rights.rotate_key(narrow["id"])
+        made = await sly.rights.create_key(project="rotating", principal="person:boss")
+    async with AsyncClient(place.apis[1], half["key"]) as part:
+        with pytest.raises(PermissionDenied):
+            await part.rights.rotate_key(top["id"])
+    async with AsyncClient(place.apis[1], made["key"]) as as_boss:
+        assert not await refused(as_boss)
+        with pytest.raises(PermissionDenied):
+            await as_boss.create("debian")
+    async with AsyncClient(place.apis[1], own["key"]) as sly, AsyncClient(place.apis[0], boss["key"]) as chief:
+        assert not await refused(sly)
+        assert not await refused(chief)
+
+
 async def test_keys_of_a_deleted_project(place: ClusterPlace, root: AsyncClient) -> None:
     await root.rights.create_project("gone")
     await root.rights.create_project("gone/child")

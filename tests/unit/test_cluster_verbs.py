@@ -17,6 +17,8 @@ from dsec.spec.iam import Verb
         ("GET /v1/sandboxes/x/files", Verb.USE),
         ("GET /v1/sandboxes/x/trajectory", Verb.LOGS),
         ("POST /v1/sandboxes/x/verify", Verb.GRADE),
+        ("POST /v1/sandboxes/x//verify", Verb.GRADE),
+        ("POST //v1//sandboxes", Verb.CREATE),
         ("POST /v1/environments", Verb.LAYERS_WRITE),
         ("POST /v1/nodes/1/drain", Verb.OPERATE),
         ("POST /sandboxes", Verb.CREATE),

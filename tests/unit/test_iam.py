@@ -111,6 +111,20 @@ def test_a_key_makes_no_stronger_one() -> None:
         iam.new_key(narrow, Key(hash="m", principal="person:eve", project="lab"), 0.0)
 
 
+def test_a_key_for_another_does_what_both_may() -> None:
+    """An agent that may make keys made one for the administrator, and was that."""
+    iam, ada = world()
+    agent = give(iam, ada, "agent:a lab", "agent", "2")
+    with pytest.raises(PermissionDenied):
+        iam.new_key(agent, Key(hash="s", principal="person:ada", project="lab", scopes=frozenset({Verb.AUDIT})), 0.0)
+    stolen = iam.new_key(agent, Key(hash="s", principal="person:ada", project="lab"), 0.0)
+    assert {verb for verb in Verb if iam.allowed(stolen, verb, "lab", 0.0)} == ROLES["agent"]
+    again = iam.new_key(stolen, Key(hash="t", principal="person:ada", project="lab"), 0.0)
+    assert {verb for verb in Verb if iam.allowed(again, verb, "lab", 0.0)} == ROLES["agent"]
+    iam.drop_binding("2")
+    assert not any(iam.allowed(each, verb, "lab", 0.0) for verb in Verb for each in (stolen, again))
+
+
 def test_sub_projects_have_a_parent_a_smaller_quota_and_a_name_that_is_used_once() -> None:
     iam, ada = world()
     agent = give(iam, ada, "agent:a lab", "agent", "2")

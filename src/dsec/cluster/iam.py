@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from dsec.edge.client import Principal
 from dsec.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Unavailable
 from dsec.plan.iam import Iam, below
 from dsec.spec.iam import Binding, Key, Project, Verb
+from dsec.spec.sandbox import NAME_PATTERN
 
 OPERATOR = "default"
 """The project whose root keys reach all others, look at nodes and cordon them."""
@@ -198,8 +200,8 @@ class Authority:
 
 def checked_path(path: str) -> str:
     """A project's path as a URL names it. Raises `InvalidRequest`."""
-    if not path or len(path) > 200:
-        raise InvalidRequest("a project's path is 1 to 200 characters")
+    if len(path) > 200 or not re.fullmatch(NAME_PATTERN, path):
+        raise InvalidRequest("a project is letters, digits and ._/@:+- (at most 200)")
     return path
 
 

@@ -44,6 +44,8 @@ class KeyRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty: a root key of its project."""
     scopes: frozenset[Verb] | None = None
     """At most these; None: all that its principal may."""
+    through: tuple[str, ...] = ()
+    """As `Key.through`."""
 
 
 class ClusterKey(ApiKey, frozen=True, kw_only=True, omit_defaults=True):
@@ -106,6 +108,7 @@ class Keys:
                 principal=found.principal,
                 project=found.project,
                 scopes=found.scopes,
+                through=found.through,
                 expires_at=found.expires_at,
             ),
         )
@@ -170,7 +173,9 @@ class Keys:
             expires_at=record.expires_at,
         )
         made = self._authority.iam.new_key(rights, wanted, time.time())
-        return replace(record, principal=made.principal, scopes=made.scopes, expires_at=made.expires_at)
+        return replace(
+            record, principal=made.principal, scopes=made.scopes, through=made.through, expires_at=made.expires_at
+        )
 
     async def _put_new(self, record: KeyRecord) -> tuple[str, str]:
         secret = f"dsk_{secrets.token_urlsafe(32)}"
@@ -186,7 +191,12 @@ class Keys:
         if not _good(old):
             raise Conflict(f"the key {key_id} isn't good any more", remedy="Make another one.")
         now = time.time()
-        made = await self._put_new(replace(old, created_at=now))
+        new = self._bounded(replace(old, created_at=now), by)
+        if replace(new, expires_at=old.expires_at, created_at=old.created_at) != old:  # who rotates it sees the new one
+            raise PermissionDenied(
+                "this key may do what the asking one may not", remedy="Its own principal, or a root key, rotates it."
+            )
+        made = await self._put_new(new)
         end = now + overlap_s
         ended = replace(old, expires_at=end if old.expires_at is None else min(old.expires_at, end))
         self._known[hashed] = ended

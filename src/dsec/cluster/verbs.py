@@ -33,8 +33,8 @@ def verb_of(method: str, path: str) -> Verb | None:
     """The right that a call of `/v1/...` takes; None: its handler looks itself. `path`: without arguments, as it was
     sent."""
     reads = method in ("GET", "HEAD")
-    parts = path.strip("/").split("/")
-    if parts[0] != "v1" or len(parts) < 2 or parts[1] == "ping":
+    parts = [part for part in path.split("/") if part]  # as an edge reads it: of two slashes, one doesn't count
+    if not parts or parts[0] != "v1" or len(parts) < 2 or parts[1] == "ping":
         return _of_others(method, parts, reads)
     head, _, many = parts[1].partition(":")
     if head in ("projects", "roles"):

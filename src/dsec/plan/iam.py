@@ -124,7 +124,7 @@ class Iam:
         return (
             below(project, key.project)
             and self._exists(project)
-            and self._holding(key.principal, verb, project, now) is not None
+            and all(self._holds_there(each, verb, project, now) for each in (key.principal, *key.through))
         )
 
     def demand(self, key: Key, verb: Verb, project: str, now: float) -> None:
@@ -161,10 +161,18 @@ class Iam:
 
     def new_key(self, by: Key, key: Key, now: float) -> Key:
         """A key as it may be put on record. Raises `PermissionDenied`: a key can't make one that may do more than
-        itself, and only for its own principal unless it may grant."""
+        itself, and only for its own principal unless it may grant. One for another principal does what both hold, so
+        that nobody takes rights from whoever has more."""
         self.demand(by, Verb.KEYS, key.project, now)
+        through = by.through
         if key.principal != by.principal:
             self.demand(by, Verb.GRANT, key.project, now)
+            beyond = sorted(verb for verb in key.scopes or () if not self.allowed(by, verb, key.project, now))
+            if beyond:
+                raise PermissionDenied(f"nobody gives what they don't hold: {', '.join(beyond)}", beyond=beyond)
+            through = (*through, by.principal)
+            if len(through) >= MAX_CHAIN:
+                raise PermissionDenied("this right was handed on too often")
         scopes = key.scopes if by.scopes is None else by.scopes & (key.scopes if key.scopes is not None else by.scopes)
         if key.scopes is not None and scopes != key.scopes:
             raise PermissionDenied("a key can't make one with more scopes than its own")
@@ -173,6 +181,7 @@ class Iam:
             principal=key.principal,
             project=key.project,
             scopes=scopes,
+            through=through,
             expires_at=_sooner(key.expires_at, by.expires_at),
             label=key.label,
         )
@@ -246,8 +255,8 @@ class Iam:
             if below(project, each.project) and self._holds(each, now):
                 yield each
 
-    def _holding(self, principal: str, verb: Verb, project: str, now: float) -> Binding | None:
-        return next((each for each in self._bindings_of(principal, project, now) if verb in each.verbs), None)
+    def _holds_there(self, principal: str, verb: Verb, project: str, now: float) -> bool:
+        return any(verb in each.verbs for each in self._bindings_of(principal, project, now))
 
     def _holds(self, binding: Binding, now: float) -> bool:
         """Whether a right is good, back to its first giver."""

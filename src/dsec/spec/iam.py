@@ -89,6 +89,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     """It speaks for this one and those below."""
     scopes: frozenset[Verb] | None = None
     """At most these; None: all that its principal has."""
+    through: tuple[PrincipalName, ...] = ()
+    """Who made it for another principal, last: it may only do what these hold too, when it is used."""
     expires_at: float | None = None
     revoked_at: float | None = None
     label: str = ""
