@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
@@ -18,7 +19,9 @@
 #include "zygote/sys.h"
 
 #define SPACES 4
-static const char *const SPACE[SPACES] = {"pid", "mnt", "ipc", "uts"};
+static const struct { const char *name; unsigned long get; } SPACE[SPACES] = {
+    {"pid", 0xff05}, {"mnt", 0xff03}, {"ipc", 0xff02}, {"uts", 0xff0a}, /* PIDFD_GET_..._NAMESPACE */
+};
 
 static struct lane {
     bool known, wanted, dying, mounted, forked, warm;
@@ -45,6 +48,16 @@ static void tell_directory(uint32_t lane) {
     close(fd);
 }
 
+/* A descriptor of a process's namespace; -1 and errno. Without /proc where the kernel can (Linux 6.11): what is looked up there has to be
+ * forgotten again at the process's end. */
+static int open_space(int pidfd, pid_t pid, int which) {
+    char path[64];
+    int fd = ioctl(pidfd, (int)SPACE[which].get, 0);
+    if (fd >= 0 || errno == ESRCH) return fd;
+    snprintf(path, sizeof path, "/proc/%d/ns/%s", pid, SPACE[which].name);
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
+
 /* Make the lane empty; what is to come next begins when the cell is reaped. */
 static void end_cell(struct lane *lane) {
     if (!lane->cell || lane->dying) return;
@@ -61,12 +74,11 @@ static void give_up(struct lane *lane, int error, const char *what) {
 }
 
 static void begin_cell(struct lane *lane) {
-    char path[64];
-    int fds[SPACES + 3], count = 0;
+    int fds[SPACES + 3], count = 0, pidfd = -1;
     struct message message = {CELL_FORK, (uint32_t)(lane - lanes), ++lane->turn, 0};
     int source = lane->warm ? parent_socket : FD_SOURCE;
     lane->wanted = lane->mounted = lane->forked = lane->dying = false;
-    pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | SIGCHLD, NULL, NULL, NULL, NULL);
+    pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_PIDFD | SIGCHLD, NULL, &pidfd, NULL, NULL);
     if (pid == 0) cell_run(reports[1], &message, lane->tmpfs_bytes);
     if (pid < 0) {
         give_up(lane, errno, "making namespaces");
@@ -74,15 +86,14 @@ static void begin_cell(struct lane *lane) {
     }
     lane->cell = pid;
     struct stat st = {0};
-    for (; count < SPACES; count++) {
-        snprintf(path, sizeof path, "/proc/%d/ns/%s", pid, SPACE[count]);
-        if ((fds[count] = open(path, O_RDONLY | O_CLOEXEC)) < 0) break;
-    }
+    for (; count < SPACES; count++)
+        if ((fds[count] = open_space(pidfd, pid, count)) < 0) break;
     int error = count < SPACES || fstat(fds[0], &st) < 0 ? errno : 0;
     lane->space = st.st_ino;
     memcpy(fds + count, lane->call, sizeof lane->call);
     if (!error && send_message(source, &message, NULL, 0, fds, count + 3) < 0) error = errno;
     close_all(fds, count);
+    close(pidfd);
     if (error) {
         give_up(lane, error, "asking for a worker");
         return;
@@ -126,8 +137,11 @@ static void forked(struct lane *lane, int32_t pid) {
         give_up(lane, -pid, "forking a worker");
         return;
     }
-    snprintf(text, sizeof text, "/proc/%d/ns/pid", pid);
-    if (stat(text, &st) < 0 || st.st_ino != lane->space) {
+    int pidfd = (int)syscall(SYS_pidfd_open, pid, 0), space = pidfd < 0 ? -1 : open_space(pidfd, pid, 0);
+    bool there = space >= 0 && fstat(space, &st) == 0 && st.st_ino == lane->space;
+    close(space);
+    close(pidfd);
+    if (!there) {
         give_up(lane, ESRCH, "looking for the worker in its cell");
         return;
     }

@@ -123,6 +123,33 @@ def attack():
         assert found == ["ENOENT", "done", "ENOENT", "done", "ENOENT", "done", "ENOENT", "done"], found
 
 
+def test_what_all_calls_begin_from_can_not_be_written(client: Client) -> None:
+    """The warm parent's memory lies in a file, which every worker has mapped privately."""
+    source = """
+import string
+def attack():
+    maps = [line.split(None, 5) for line in open("/proc/self/maps")]
+    ours = [(place, kind) for place, kind, _, _, _, *name in maps if name and "memfd:warm" in name[0]]
+    seen = [string.digits[:5] + string.digits[5:], sorted({kind for _, kind in ours})]
+    for place, kind in ours:
+        start, end = (int(word, 16) for word in place.split("-"))
+        if kind == "rw-p":
+            seen.append(syscall(28, start, 4096, 9))  # MADV_REMOVE: a hole in the file
+            seen.append(syscall(25, start, 0, 4096, 1, 0))  # mremap of nothing: a second, shared mapping
+        seen.append(attempt(os.open, "/proc/self/map_files/" + place, os.O_RDWR))
+    text = id(string.digits)
+    for at in range(text, text + 80):  # also what was read ahead of being written
+        if ctypes.string_at(at, 10) == b"0123456789":
+            ctypes.memmove(at, b"leaked....", 10)
+    return [*seen, string.digits]
+"""
+    for _ in range(6):
+        before, kinds, *tried, after = ran(client, source, imports=["string"])
+        assert (before, after, kinds) == ("0123456789", "leaked....", ["r--p", "rw-p"])
+        assert len(tried) > 20
+        assert "done" not in tried
+
+
 def test_processes_end_with_their_call(client: Client) -> None:
     source = """
 import sys, time

@@ -360,6 +360,20 @@ def state_of_numpy(numpy):
     return address, address + 2496, words.tobytes() + struct.pack("=i", index)
 
 
+def shed(warm):
+    """Let the native part move what the imports have written to where a fork doesn't copy its tables: the heap, the
+    data of programs and libraries, Python's arenas."""
+    if len(os.listdir("/proc/self/task")) > 1 or "LD_PRELOAD" in os.environ:  # or somebody else's heap
+        return
+    with open("/proc/self/maps") as maps:
+        lines = maps.readlines()
+    for line in lines:
+        place, kind, _, _, inode, *name = line.split()
+        if kind in ("rw-p", "r--p") and (inode != "0" or name == ["[heap]"]):
+            warm.warm_shed(*(int(word, 16) for word in place.split("-")), 3 if kind[1] == "w" else 1)
+    warm.warm_shed_arenas()
+
+
 def rehearse(warm):
     """Let the native part see which pages a call needs."""
     pair = (ctypes.c_int * 2)()
@@ -392,14 +406,16 @@ def main():
     warm = ctypes.PyDLL(f"/proc/self/fd/{WARM}")
     os.close(WARM)
     ctypes.CDLL(None).prctl(15, b"dsec-warm", 0, 0, 0)
+    warm.warm_arenas()
     warm.warm_generator.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     failed = import_all(sys.argv[1:])
     if not failed:
         settle_hooks(warm)
-    warm.warm_mapping.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
+    warm.warm_mapping.argtypes = warm.warm_shed.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
     gc.collect()
     gc.freeze()
     if not failed:
+        shed(warm)
         rehearse(warm)
     os.write(PARENT, MESSAGE.pack(UP, 0, 0, 0) + failed.encode("utf-8", "replace"))
     if failed:

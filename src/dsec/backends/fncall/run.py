@@ -73,6 +73,7 @@ class Run:
         self._room = limits.output_bytes
         self._truncated = False
         self._watched = False
+        self._writing = False
         self._payload = memoryview(payload)
         lane.set_shape(Shape(limits.memory_bytes, limits.cpus, limits.pids))
         lane.on_ended = self._ended
@@ -94,7 +95,7 @@ class Run:
             return
         lane.on_ended = None
         self._loop.remove_reader(lane.call)
-        self._loop.remove_writer(lane.call)
+        self._write_no_more()
         if self._watched:
             for fd in lane.outputs:
                 self._loop.remove_reader(fd)
@@ -108,11 +109,18 @@ class Run:
             while self._payload:
                 self._payload = self._payload[self._lane.call.send(self._payload[:_CHUNK]) :]
         except (BlockingIOError, InterruptedError):
-            self._loop.add_writer(self._lane.call, self._write)
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._lane.call, self._write)
             return
         except OSError:
             self._payload = memoryview(b"")  # it ended without reading: its end says the rest
-        self._loop.remove_writer(self._lane.call)
+        self._write_no_more()
+
+    def _write_no_more(self) -> None:
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._lane.call)
 
     def _readable(self) -> None:
         try:
