@@ -69,5 +69,9 @@ def test_the_judge(client: Client) -> None:
     cases = [("1 2", "sum 3"), ("4 5", "sum 9")]
     judged = client.judge(SUM, cases, language="node", environment="node")
     assert judged.verdict is Word.ACCEPTED
+    for compiled in (True, False):
+        judged = client.judge("console.log(", cases, language="node", environment="node")
+        assert (judged.verdict, judged.compiled) == (Word.COMPILE_ERROR, compiled)
+        assert "SyntaxError" in judged.cases[0].stderr
     judged = client.judge("for (;;) {}", cases, language="node", environment="node", limits={"cpu_s": 0.5})
     assert judged.verdict is Word.TIME_LIMIT

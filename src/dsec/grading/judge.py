@@ -28,7 +28,7 @@ from dsec.errors import (
 from dsec.grading.programs import Built, Programs, Surroundings, compile_job
 from dsec.grading.running import Job, Ran, Runner
 from dsec.grading.slots import Slots
-from dsec.grading.tools import PROGRAM, TOOLS
+from dsec.grading.tools import TOOLS
 from dsec.plan.checkers import accepts
 from dsec.plan.turns import Path
 from dsec.spec.causes import Cause
@@ -116,16 +116,19 @@ class Judge:
         files: Mapping[bytes, bytes] | None = None,
         compile_s: float,
         deadline_s: float | None = None,
+        check: bool = False,
     ) -> Built | None:
-        """The program of a source, made once; None for a language that isn't compiled. Raises `Unsupported` (no
-        toolchain), `EnvironmentNotFound`, and as `run`."""
-        if not TOOLS[language].compile:
+        """The program of a source, made once; None for a language that isn't compiled. `check`: where a source can be
+        checked, it is its own program if it passes. Raises `Unsupported` (no toolchain), `EnvironmentNotFound`, and as
+        `run`."""
+        tool = TOOLS[language]
+        if not tool.compile and not (check and tool.check):
             return None
         files = files or {}
-        job = compile_job(project, environment, language, {**files, TOOLS[language].source: source}, compile_s)
+        job = compile_job(project, environment, language, {**files, tool.source: source}, compile_s)
         key = self._programs.key(self._around(environment, project), language, source, files)
         built = await self._programs.get(key, lambda: self.run(caller, job, deadline_s))
-        if built.ran.missing:
+        if tool.lacking(built.ran.status):
             raise missing(language, environment)
         return built
 
@@ -162,6 +165,7 @@ class Judge:
                 spec.language,
                 spec.source.encode(),
                 compile_s=spec.limits.compile_s,
+                check=True,
             )
         except SandboxEnded as error:
             return None, _ended(-1, error), True
@@ -205,7 +209,7 @@ class Judge:
         job = run_job(project, spec.environment, spec.language, program or spec.source.encode(), spec.limits)
         try:
             ran = await self.run(caller, replace(job, stdin=case.stdin.encode()))
-            if ran.missing and ran.status.cause is Cause.START_FAILED and program is None:
+            if ran.missing and not TOOLS[spec.language].compile:
                 raise missing(spec.language, spec.environment)
             word = word_of(ran.status, spec.limits)
             message = ""
@@ -249,8 +253,7 @@ def run_job(
 ) -> Job:
     """The run of a program, or of the source in a language that isn't compiled."""
     tool = TOOLS[language]
-    path = PROGRAM if tool.compile else tool.source
-    return Job(project=project, environment=environment, argv=tool.run, files={path: program}, limits=limits)
+    return Job(project=project, environment=environment, argv=tool.run, files={tool.made: program}, limits=limits)
 
 
 def missing(language: Language, environment: str) -> Unsupported:

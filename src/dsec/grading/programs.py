@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from msgspec import Struct
 
 from dsec.grading.running import Job, Ran
-from dsec.grading.tools import PROGRAM, TOOLS
+from dsec.grading.tools import TOOLS
 from dsec.spec.causes import Cause
 from dsec.spec.judging import JudgeLimits, Language
 from dsec.spec.sandbox import GIB, MIB
@@ -65,7 +65,7 @@ class Programs:
         layers, env = around
         digest = hashlib.sha256()
         variables = (f"{name}={env[name]}" for name in sorted(env))
-        words = (*layers, "", *variables, "", *TOOLS[language].compile, "")
+        words = (*layers, "", *variables, "", *(TOOLS[language].compile or TOOLS[language].check), "")
         for part in (*(word.encode(errors="surrogateescape") for word in words), source):
             digest.update(b"%d:" % len(part) + part)
         for path in sorted(files):
@@ -101,7 +101,7 @@ class Programs:
         finally:
             if key in self._making and self._making[key].task is own:
                 del self._making[key]
-        program = ran.fetched.get(PROGRAM) if ran.status.exit_code == 0 else None
+        program = next(iter(ran.fetched.values()), None) if ran.status.exit_code == 0 else None
         built = Built(ran=Ran(status=ran.status, stdout=ran.stdout, stderr=ran.stderr), program=program)
         if _lasts(ran):
             self._keep(key, built)
@@ -116,17 +116,18 @@ class Programs:
 
 def _lasts(ran: Ran) -> bool:
     """Whether it would come out like that whoever asks."""
-    return ran.status.cause is Cause.EXITED and not ran.missing
+    return ran.status.cause is Cause.EXITED
 
 
 def compile_job(
     project: str, environment: str, language: Language, files: Mapping[bytes, bytes], compile_s: float
 ) -> Job:
-    """The compiler's run over `files`, the source among them."""
+    """The run of the compiler, or of what checks the source, over `files`, the source among them."""
+    tool = TOOLS[language]
     return Job(
         project=project,
         environment=environment,
-        argv=TOOLS[language].compile,
+        argv=tool.compile or tool.check,
         files=files,
         limits=JudgeLimits(
             cpu_s=LIMITS.cpu_s,
@@ -135,7 +136,7 @@ def compile_job(
             output_bytes=LIMITS.output_bytes,
             pids=LIMITS.pids,
         ),
-        fetch=(PROGRAM,),
+        fetch=(tool.made,),
     )
 
 

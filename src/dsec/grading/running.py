@@ -13,6 +13,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from dsec.errors import CreateFailed, QuotaExceeded
+from dsec.grading.tools import NOT_FOUND
+from dsec.spec.causes import Cause
 from dsec.spec.judging import JudgeLimits
 from dsec.spec.sandbox import ExecStatus
 
@@ -45,7 +47,7 @@ class Ran(Struct, frozen=True, kw_only=True):
     @property
     def missing(self) -> bool:
         """The command itself wasn't there."""
-        return self.status.exit_code == 127
+        return self.status.exit_code == NOT_FOUND and self.status.cause is Cause.START_FAILED
 
 
 class Runner(Protocol):

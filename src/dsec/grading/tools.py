@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dsec.spec.causes import Cause
 from dsec.spec.judging import Language
+from dsec.spec.sandbox import ExecStatus
 
 PROGRAM = b"/tmp/program"
 """What a compiler makes."""
+NOT_FOUND = 127
+"""Exit code of a command that isn't there; with `Cause.EXITED` one that a program chose."""
 
 
 class Tool(NamedTuple):
@@ -20,14 +24,31 @@ class Tool(NamedTuple):
     run: tuple[str, ...]
     toolchain: str
     """The program that an environment needs for it."""
+    check: tuple[str, ...] = ()
+    """Of a language without a compiler: refuses a source that can't be compiled, and runs nothing of it."""
 
     @property
     def source(self) -> bytes:
         """Path of the source file."""
         return f"/tmp/{self.name}".encode()
 
+    @property
+    def made(self) -> bytes:
+        """Path of what is run: what the compiler makes, or the source."""
+        return PROGRAM if self.compile else self.source
 
-_JAR = "javac -d /tmp/classes /tmp/Main.java && jar --create --file /tmp/program -C /tmp/classes ."
+    def lacking(self, status: ExecStatus) -> bool:
+        """Whether its compiler, or its check, ended like this because there is no toolchain."""
+        asked = (self.compile or self.check)[:1] == (_SHELL,) and status.cause is Cause.EXITED
+        return status.exit_code == NOT_FOUND and (asked or status.cause is Cause.START_FAILED)
+
+
+_SHELL = "/bin/sh"
+_JAR = (
+    "command -v javac >/dev/null && command -v jar >/dev/null || exit 127; "
+    "javac -d /tmp/classes /tmp/Main.java && jar --create --file /tmp/program -C /tmp/classes . || exit 1"
+)
+"""127 means one thing only: see `Tool.lacking`."""
 _RUSTC = ("rustc", "-O", "--edition", "2021", "-C", "linker=gcc", "-o", "/tmp/program", "/tmp/main.rs")
 _NATIVE = ("/tmp/program",)
 TOOLS = {
@@ -37,6 +58,6 @@ TOOLS = {
     Language.CPP: Tool("main.cpp", ("g++", "-O2", "-o", "/tmp/program", "/tmp/main.cpp"), _NATIVE, "g++"),
     Language.RUST: Tool("main.rs", _RUSTC, _NATIVE, "rustc"),
     Language.GO: Tool("main.go", ("go", "build", "-o", "/tmp/program", "/tmp/main.go"), _NATIVE, "go"),
-    Language.NODE: Tool("main.js", (), ("node", "/tmp/main.js"), "node"),
-    Language.JAVA: Tool("Main.java", ("/bin/sh", "-c", _JAR), ("java", "-cp", "/tmp/program", "Main"), "javac"),
+    Language.NODE: Tool("main.js", (), ("node", "/tmp/main.js"), "node", ("node", "--check", "/tmp/main.js")),
+    Language.JAVA: Tool("Main.java", (_SHELL, "-c", _JAR), ("java", "-cp", "/tmp/program", "Main"), "javac"),
 }

@@ -84,7 +84,7 @@ class Runs:
             content = program.source if built is None or built.program is None else built.program
             left_s = None if patient else max(0.0, wait_s + compile_s - (time.monotonic() - began))
             ran = await self._judge.run(caller, self._job(project, environment, program, content), left_s)
-            if ran.missing and ran.status.cause is Cause.START_FAILED:
+            if ran.missing and built is None:
                 raise missing(program.language, environment)
         except Unsupported as error:
             return RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=str(error), compile_result=compiled)

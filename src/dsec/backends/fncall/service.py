@@ -27,7 +27,7 @@ from dsec.errors import CallerError, CreateFailed, DsecError, InvalidRequest, Pl
 from dsec.grading.programs import Programs, compile_job
 from dsec.grading.running import Job
 from dsec.grading.slots import Slots
-from dsec.grading.tools import PROGRAM, TOOLS
+from dsec.grading.tools import TOOLS
 from dsec.plan.turns import Path
 from dsec.spec.causes import Cause
 from dsec.spec.functions import (
@@ -183,7 +183,7 @@ class FunctionService:
                 return msgspec.structs.replace(failed, index=index)
 
             return refused
-        source = {TOOLS[spec.language].source: spec.source.encode()} if program is None else {PROGRAM: program}
+        source = {TOOLS[spec.language].made: spec.source.encode() if program is None else program}
 
         async def cold(index: int, call: FunctionCall) -> FunctionResult:
             return await self._cold(index, project, spec, source, call)
@@ -256,7 +256,7 @@ class FunctionService:
             raise
         except DsecError as error:
             return _failed(index, error)
-        if ran.missing:
+        if ran.missing and not TOOLS[spec.language].compile:
             raise _no_toolchain(spec)
         status = ran.status
         return FunctionResult(
@@ -289,7 +289,7 @@ class FunctionService:
         jail = self._jails.key(project, spec.environment, None)
         key = self._programs.key((jail.layers, dict(jail.env)), spec.language, source, {})
         built = await self._programs.get(key, make)
-        if built.ran.missing:
+        if tool.lacking(built.ran.status):
             raise _no_toolchain(spec)
         if built.program is not None:
             return built.program
