@@ -229,7 +229,7 @@ size_t token_find(const uint8_t *data, size_t size);
 
 /* --- vm.c ---------------------------------------------------------------------------------------------------------------------- */
 
-void vm_serve(void);    /* the same as a service of a machine that has booted by itself */
+void vm_serve(bool again); /* the same as a service of a machine that has booted by itself */
 void vm_boot(bool again); /* the whole machine, up to its channel at DSEC_FD_CHANNEL and its groups at DSEC_FD_CGROUP; `again`: its end */
 int vm_again(void);     /* AGAIN: this program anew, which forgets all that came since CONFIGURE. -EPROTO, or doesn't return */
 void port_listen(void); /* for later edges, where each makes a connection of its own */

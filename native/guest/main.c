@@ -202,7 +202,7 @@ static int wait_ms(void) {
 int main(int argc, char **argv) {
     const char *word = argc < 2 ? "" : argv[1];
     if (strcmp(word, "--nothing") == 0) return 0; /* a command for a rehearsal */
-    if (argc == 2 && strcmp(word, "--service") == 0) vm_serve();
+    if (strcmp(word, "--service") == 0) vm_serve(argc == 3);
     else if (getpid() == 1 && fcntl(DSEC_FD_CONTROL, F_GETFD) < 0) vm_boot(strcmp(word, "--again") == 0); /* the kernel started us, not the zygote */
     set_up(strcmp(word, "--no-cgroup") != 0);
     for (;;) {

@@ -268,6 +268,15 @@ static int parse(struct configuration *found, const uint8_t *data, size_t size) 
     return error ? error : found->has_token && found->seed_size && found->clock_ns ? 0 : -EPROTO;
 }
 
+/* What a device of random numbers has given before, and the kernel keeps for who asks next: all clones have the same. */
+static void drain_device(void) {
+    char old[256];
+    int fd = open("/dev/hwrng", O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    while (fd >= 0 && read(fd, old, sizeof old) < 0 && errno == EINTR) {
+    }
+    if (fd >= 0) close(fd);
+}
+
 static int renew_random(const struct configuration *is) {
     union {
         struct rand_pool_info info;
@@ -278,6 +287,7 @@ static int renew_random(const struct configuration *is) {
     memcpy(pool.info.buf, is->seed, is->seed_size);
     int error = ioctl(urandom, RNDADDENTROPY, &pool) || ioctl(urandom, RNDRESEEDCRNG) ? -errno : 0;
     drop(&urandom);
+    drain_device();
     return error;
 }
 
@@ -451,23 +461,25 @@ void vm_boot(bool again) {
 }
 
 int vm_again(void) {
-    static char *const ARGV[] = {"init", "--again", NULL};
-    if (!guest.machine || guest.service || !port_stays()) return -EPROTO;
-    kill(-1, SIGKILL);
+    static char *const INIT[] = {"init", "--again", NULL}, *const SERVICE[] = {"dsec-guest", "--service", "again", NULL};
+    if (!guest.machine || !port_stays()) return -EPROTO;
+    if (guest.service) ops_kill_all();
+    else kill(-1, SIGKILL);
     fcntl(DSEC_FD_CHANNEL, F_SETFD, 0);
-    execv("/proc/self/exe", ARGV);
-    vm_halt();
+    execv("/proc/self/exe", guest.service ? SERVICE : INIT);
+    vm_give_up("begin again", errno);
 }
 
 /* The service of a full machine, which has booted by itself: all that is missing is the port, the groups, and who it is. */
-void vm_serve(void) {
+void vm_serve(bool again) {
     guest.machine = true;
     guest.service = true;
-    port_open();
+    if (again) port_again();
+    else port_open();
     say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
     mkdir(GROUPS_DIR, 0755);
     machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
-    sync();
+    if (!again) sync();
     become_somebody();
 }

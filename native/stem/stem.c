@@ -7,8 +7,8 @@
  * then: the C library notes by a thread's number who holds some locks, and the numbers are others in the copy.
  *
  * Before that a branch becomes somebody of its own, as `start` in vmm/launcher.py does for others: cgroups, namespaces, user, limits;
- * its disk and its sockets take the places of the stem's, and what would be shared with the stem beyond that is made new. It is a child
- * of the stem's parent. The stem has the capabilities that this needs in a user namespace that has no others; branches have none.
+ * its disk and its sockets take the places of the stem's, and what would be shared with the stem beyond that is made new; so may another
+ * machine's memory, whose state it is then told to load. It is a child of the stem's parent. The stem has the capabilities that this needs in a user namespace that has no others; branches have none.
  *
  * DSEC_STEM is the descriptor of a SOCK_SEQPACKET: `struct request` with descriptors -> i32 pid, or 0 and why not, in words. */
 #define _GNU_SOURCE
@@ -30,32 +30,38 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
 #if __has_include(<sys/rseq.h>)
 #include <sys/rseq.h>
 #endif
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/un.h>
 #include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #define MOST_THREADS 300
-#define MOST_FILES 32
+#define MOST_DESCRIPTORS 32
+#define MOST_FILES 4
 #define SMALL_STACK 16384
 #define REST_TRIES 2000
 #define PARK (SIGRTMAX - 2)
 #define OWN_NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
 #define THREAD (CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS)
 
-/* The descriptors are: `groups` of cgroup.procs, its output, its disk, its control socket that listens and one that is connected, the same
- * two of its channel. */
+/* The descriptors are: `groups` of cgroup.procs, its output, `files` that take the place of the stem's, also where those are mapped, and for
+ * each of its `sockets` one that listens and one that is connected. */
 struct request {
-    uint32_t uid, groups;
-    uint64_t disk_device, disk_inode; /* the stem's disk */
+    uint32_t uid, groups, files, sockets;
+    struct {
+        uint64_t device, inode;
+    } file[MOST_FILES]; /* the stem's */
 };
-enum { OUTPUT, DISK, CONTROL_LISTENS, CONTROL, CHANNEL_LISTENS, CHANNEL, PLACES };
+static const char *const SOCKETS[] = {"/control", "/channel", "/console"};
+#define MOST_SOCKETS (sizeof SOCKETS / sizeof *SOCKETS)
 
 enum { FREE, BEGINS, RUNS, ENDS };
 static struct thread {
@@ -171,6 +177,15 @@ int madvise(void *at, size_t size, int advice) {
     return (int)syscall(SYS_madvise, at, size, advice);
 }
 
+/* What makes random numbers for the machine (its CPU's and its device's) would go on in each branch as in its siblings: it hears of fork(2) alone. */
+int gnutls_rnd(int level, void *data, size_t size) {
+    (void)level;
+    for (ssize_t got; size; data = (char *)data + got, size -= (size_t)got) {
+        if ((got = getrandom(data, size, 0)) < 0) got = 0;
+    }
+    return 0;
+}
+
 static void go_on(void) {
     atomic_fetch_add(&turn, 1);
     futex(&turn, FUTEX_WAKE, INT32_MAX);
@@ -225,37 +240,60 @@ static void renew(int fd, int fresh) {
     close(fresh);
 }
 
-static void renew_socket(int fd, const int *places) {
+static void renew_socket(int fd, const struct request *is, const int *with) {
     struct sockaddr_un name = {0};
     socklen_t size = sizeof name - 1, flag_size = sizeof(int);
     int listens = 0;
     if (getsockname(fd, (struct sockaddr *)&name, &size) || name.sun_family != AF_UNIX) return;
     getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &flag_size);
     const char *last = strrchr(name.sun_path, '/');
-    if (!last) return;
-    if (strcmp(last, "/control") == 0) replace(fd, places[listens ? CONTROL_LISTENS : CONTROL]);
-    if (strcmp(last, "/channel") == 0) replace(fd, places[listens ? CHANNEL_LISTENS : CHANNEL]);
+    for (uint32_t i = 0; last && i < is->sockets; i++) {
+        if (strcmp(last, SOCKETS[i]) == 0) replace(fd, with[2 * i + !listens]);
+    }
+}
+
+/* Private mappings of a file of the stem's become such of what takes its place. */
+static void map_again(const struct request *is, const int *with) {
+    static char text[1 << 18];
+    size_t size = 0;
+    int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    for (ssize_t got; (got = read(fd, text + size, sizeof text - 1 - size)) != 0; size += (size_t)got) must("read its mappings", got);
+    close(fd);
+    for (char *line = text; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+        char *at;
+        uint64_t start = strtoull(line, &at, 16), end = strtoull(at + 1, &at, 16);
+        bool private = at[4] == 'p';
+        uint64_t offset = strtoull(at + 5, &at, 16), major = strtoull(at, &at, 16), minor = strtoull(at + 1, &at, 16), inode = strtoull(at, &at, 10);
+        for (uint32_t i = 0; private && i < is->files; i++) {
+            if (inode != is->file[i].inode || makedev(major, minor) != is->file[i].device) continue;
+            void *got = mmap((void *)start, end - start, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, with[i], (off_t)offset);
+            must("map another memory", got == MAP_FAILED ? -1 : 0);
+        }
+    }
 }
 
 static void renew_files(const struct request *is, const int *fds, int count) {
-    const int *places = fds + is->groups;
+    const int output = fds[is->groups], *files = fds + is->groups + 1, *sockets = files + is->files;
     char path[40], target[64];
     struct stat st;
+    map_again(is, files);
     for (int fd = 3; fd < 1024; fd++) {
         int ours = fd == report;
         for (int i = 0; i < count; i++) ours |= fds[i] == fd;
         if (ours || fstat(fd, &st)) continue;
-        if (S_ISREG(st.st_mode) && st.st_dev == is->disk_device && st.st_ino == is->disk_inode) replace(fd, places[DISK]);
-        else if (fd == commands || fd == reports) close(fd);
-        else if (S_ISSOCK(st.st_mode)) renew_socket(fd, places);
+        for (uint32_t i = 0; i < is->files; i++) {
+            if (st.st_dev == is->file[i].device && st.st_ino == is->file[i].inode) replace(fd, files[i]);
+        }
+        if (fd == commands || fd == reports) close(fd);
+        else if (S_ISSOCK(st.st_mode)) renew_socket(fd, is, sockets);
         snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
         ssize_t size = readlink(path, target, sizeof target - 1);
         target[size > 0 ? size : 0] = 0;
         if (strcmp(target, "anon_inode:[eventfd]") == 0) renew(fd, eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
         if (strcmp(target, "anon_inode:[eventpoll]") == 0) renew(fd, epoll_create1(EPOLL_CLOEXEC));
     }
-    replace(1, places[OUTPUT]);
-    replace(2, places[OUTPUT]);
+    replace(1, output);
+    replace(2, output);
     for (int i = 0; i < count; i++) close(fds[i]);
 }
 
@@ -320,7 +358,7 @@ static void branch(const struct request *is, const int *fds, int count) {
 static void *serve(void *nothing) {
     for (;;) {
         struct request is;
-        int fds[MOST_FILES], count = 0;
+        int fds[MOST_DESCRIPTORS], count = 0;
         union {
             struct cmsghdr header;
             char space[CMSG_SPACE(sizeof fds)];
@@ -334,7 +372,8 @@ static void *serve(void *nothing) {
             count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
             memcpy(fds, CMSG_DATA(header), (size_t)count * sizeof(int));
         }
-        if (got != sizeof is || is.groups > MOST_FILES || count != (int)is.groups + PLACES) answer(0, "a request that can't be understood");
+        bool fits = got == sizeof is && is.groups <= MOST_DESCRIPTORS && is.files <= MOST_FILES && is.sockets <= MOST_SOCKETS;
+        if (!fits || count != (int)(is.groups + 1 + is.files + 2 * is.sockets)) answer(0, "a request that can't be understood");
         else branch(&is, fds, count);
         for (int i = 0; i < count; i++) close(fds[i]);
     }
@@ -354,6 +393,7 @@ __attribute__((constructor)) static void load(void) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     commands = atoi(number);
+    close(commands - 1); /* this library */
     if (create(&server, NULL, serve, NULL)) abort();
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }

@@ -138,7 +138,7 @@ def test_a_stem_that_lies_about_its_branch_is_ended() -> None:
         launcher.live["stem"], launcher.stems["stem"] = stem.pid, ours
         theirs.send(struct.pack("=i", 1))
         with pytest.raises(OSError, match="1 is no branch"):
-            launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE, "cgroups": 0, "disk": [1, 2]}, [])
+            launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE, "cgroups": 0, "files": [], "sockets": 0}, [])
         assert stem.wait(10) == -signal.SIGKILL
     assert "one" not in launcher.live
     os.close(launcher.own_pids)

@@ -61,8 +61,6 @@ class Start(Struct, frozen=True, kw_only=True):
     with the file until it is written to, and the file stays as it is."""
     initramfs: int | None = None
     state: int | None = None
-    devices_only: bool = False
-    """`state` is of `VmmControl.split`."""
 
 
 class Command(Struct, frozen=True):

@@ -8,8 +8,9 @@ ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}
         The first `cgroups` descriptors are cgroup.procs files to enter, the others become 3, 4, ... of the VMM.
         With `stem` it becomes one (native/stem/stem.c, which is the last descriptor).
-    branch id stem uid cgroups disk + descriptors -> the same, of a copy of the stem of that id
-        `disk`: device and inode of the stem's. The descriptors are stem.c's, without its output.
+    branch id stem uid cgroups files sockets + descriptors -> the same, of a copy of the stem of that id
+        `files`: device and inode of each of the stem's that is replaced; `sockets`: how many. The descriptors are
+        stem.c's, without its output.
     forget id                              -> {}            its end was heard
     hold key + descriptors, take key, drop key   what must outlive the server: the memory and state of templates
     shutdown                               -> {}            all VMMs are killed
@@ -38,13 +39,15 @@ import struct
 import sys
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""
 UIDS = 1 << 20
 STEM_UID = UID_BASE + UIDS
 STEM_CAPABILITIES = (6, 7, 21)
 """SETGID, SETUID, SYS_ADMIN: of stems, in the user namespace that they share, to make namespaces for branches."""
+STEM_FILES = 4
+"""As many as a branch may have of its own."""
 STEM_ANSWER_S = 10.0
 MAX_MESSAGE = 128 << 10
 MAX_FDS = 250
@@ -371,7 +374,9 @@ class Launcher:
             raise ValueError(f"{request['id']} is there already")
         stem, groups = self.stems[request["stem"]], request["cgroups"]
         words, said = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        message = struct.pack("=IIQQ", request["uid"] - UID_BASE + 1, groups, *request["disk"])
+        files = [*request["files"], *([[0, 0]] * STEM_FILES)][:STEM_FILES]
+        message = struct.pack("=IIII", request["uid"] - UID_BASE + 1, groups, len(request["files"]), request["sockets"])
+        message += b"".join(struct.pack("=QQ", *each) for each in files)
         passed = array.array("i", [*fds[:groups], said, *fds[groups:]])
         try:
             stem.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])

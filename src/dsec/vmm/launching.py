@@ -131,18 +131,26 @@ class LauncherClient:
         return _pid(answer)
 
     async def branch(
-        self, name: str, stem: str, *, groups: Sequence[int], fds: Sequence[int], uid: int, disk: os.stat_result
+        self,
+        name: str,
+        stem: str,
+        *,
+        groups: Sequence[int],
+        files: Sequence[tuple[os.stat_result, int]],
+        sockets: Sequence[tuple[int, int]],
+        uid: int,
     ) -> int:
-        """Have a VMM that was started for it copy itself: the copy's pid. `disk`: the stem's; `fds`: as in
-        `launcher.py`. Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
+        """Have a VMM that was started for it copy itself: the copy's pid. `files`: the stem's, and what takes their
+        places; `sockets`: pairs as in `launcher.py`. Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
         answer, _ = await self._ask(
             "branch",
-            [*groups, *fds],
+            [*groups, *(fd for _, fd in files), *itertools.chain.from_iterable(sockets)],
             id=name,
             stem=stem,
             cgroups=len(groups),
             uid=uid,
-            disk=[disk.st_dev, disk.st_ino],
+            files=[(stat.st_dev, stat.st_ino) for stat, _ in files],
+            sockets=len(sockets),
         )
         return _pid(answer)
 

@@ -16,6 +16,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from dsec.errors import CreateFailed, Unavailable
@@ -30,6 +31,8 @@ from dsec.vmm.launching import Ended, LauncherClient
 from dsec.vmm.sockets import connect, listen, short
 
 OOM_SCORE_ADJ = 500
+SOCKETS = ("control", "channel")
+"""Of every machine; full ones have their `console` too."""
 THREADS = 256
 """Of a VMM: virtual CPUs, and those that read and write disks."""
 _EXIT_WAIT_S = 10.0
@@ -50,9 +53,9 @@ class Machine:
         pid: int,
         *,
         driver: VmmDriver,
-        connected: socket.socket | None = None,
+        connected: Mapping[str, socket.socket] | None = None,
     ) -> None:
-        """`connected`: a connection to its port that is there already."""
+        """`connected`: connections to its sockets that are there already."""
         self.name = name
         self.slot = slot
         self.control = control
@@ -60,24 +63,22 @@ class Machine:
         self.pid = pid
         """The host's number of its VMM."""
         self._driver = driver
-        self._connected = connected
+        self._connected = dict(connected or {})
 
     def close(self) -> None:
         """Let go of its VMM. Idempotent."""
         self.control.close()
-        if self._connected is not None:
-            self._connected.close()
+        for sock in self._connected.values():
+            sock.close()
+        self._connected.clear()
 
     def connect(self, name: str = "channel") -> socket.socket:
         """To its port, or its `console`, where it was handed these; one at a time is served. Raises `Unavailable`."""
-        return connect(self.directory, name)
+        return self._connected.pop(name, None) or connect(self.directory, name)
 
     async def port(self) -> socket.socket:
         """To its port, whatever its VMM makes of it. Raises `Unavailable`."""
-        connected, self._connected = self._connected, None
-        if connected is not None:
-            return connected
-        return await self._driver.connect(self.directory)
+        return self._connected.pop("channel", None) or await self._driver.connect(self.directory)
 
 
 class Machines:
@@ -196,29 +197,40 @@ class Machines:
         shape: GroupShape,
         stem: Machine,
         control: Callable[[socket.socket], VmmControl],
+        *,
+        disk: Callable[[], int] | None = None,
+        files: Sequence[tuple[os.stat_result, int]] = (),
+        sockets: Sequence[str] = SOCKETS,
+        slot: Slot | None = None,
     ) -> Machine:
-        """A copy of a machine that was started as a stem and stands still, with its disk. `control`: of a VMM by a
-        connection that is in use. Otherwise as `start`."""
+        """A copy of a machine that was started as a stem and stands still. `control`: of a VMM by a connection that is
+        in use. `disk`: as in `start`; else a copy of the stem's. `files`: other files of the stem's, and what takes
+        their places. `sockets`: those that it has, in stem.c's order. Otherwise as `start`."""
         launcher = self._serving()
-        slot = self.pool.take(reservation, shape, name, 0)
+        slot = slot or self.pool.take(reservation, shape, name, 0)
         directory = self._place(name)
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
             opened = _Opened(stack)
             source = self.disks.path(stem.name)
-            fds = [opened.keep(await asyncio.to_thread(self.disks.copy, name, source))]
-            ends = []
-            for each in ("control", "channel"):
-                end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                ends.append(undo.enter_context(end))
-                fds += (stack.enter_context(listen(directory, each)).fileno(), stack.enter_context(theirs).fileno())
-                end.setblocking(False)
+            own = opened.keep(await asyncio.to_thread(disk or partial(self.disks.copy, name, source)))
+            ends, theirs = dict[str, socket.socket](), list[tuple[int, int]]()
+            for each in sockets:
+                listens = stack.enter_context(listen(directory, each))
+                ends[each] = undo.enter_context(connect(directory, each))
+                theirs.append((listens.fileno(), stack.enter_context(listens.accept()[0]).fileno()))
             groups = _enter_groups(slot, opened)
             with self._expecting(name):
                 pid = await launcher.branch(
-                    name, stem.name, groups=groups, fds=fds, uid=uid_of(name), disk=source.stat()
+                    name,
+                    stem.name,
+                    groups=groups,
+                    files=[(source.stat(), own), *files],
+                    sockets=theirs,
+                    uid=uid_of(name),
                 )
             undo.pop_all()
-        return Machine(name, slot, control(ends[0]), directory, pid, driver=self.driver, connected=ends[1])
+        found = control(ends.pop("control"))
+        return Machine(name, slot, found, directory, pid, driver=self.driver, connected=ends)
 
     def _serving(self) -> LauncherClient:
         if self.launcher is None:
@@ -309,6 +321,16 @@ class Machines:
         """Of machines that left anything behind."""
         left = {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
         return left | self.disks.list()
+
+
+async def restored(machine: Machine) -> Machine:
+    """It has read its state; else let go of it. Raises `Unavailable`."""
+    try:
+        await machine.control.restored()
+    except BaseException:
+        machine.close()
+        raise
+    return machine
 
 
 class _Opened:

@@ -101,17 +101,16 @@ class QemuDriver:
                 found.append(path)
         return tuple(found)
 
-    def take_state(self, line: Line, state: int, *, devices_only: bool) -> None:
-        """Be a clone, which waits until it is told where its state is: the first descriptor of all. `devices_only`: as
-        `VmmControl.split` wrote it."""
+    def take_state(self, line: Line, state: int) -> None:
+        """Be a clone, which waits until it is told where its state is: the first descriptor of all."""
         assert not line.fds
         line.take(state)
         line.add("-S", "-incoming", "defer")
-        if devices_only:
-            line.add("-global", "migration.send-configuration=off")
 
     def add_cpu(self, line: Line, vcpus: int, code_cache_mib: int = CODE_CACHE_MIB) -> None:
-        """What runs the guest's code; the same for a template and its clones."""
+        """What runs the guest's code; the same for a template and its clones. Nor is there more to a saved state than
+        its devices, so that `split` and `save` are read alike."""
+        line.add("-global", "migration.send-configuration=off")
         line.add("-accel", "kvm" if self._accel == "kvm" else f"tcg,tb-size={code_cache_mib}")
         line.add("-cpu", "host" if self._accel == "kvm" else "max,la57=off", "-smp", str(vcpus))
 
@@ -140,7 +139,7 @@ class QemuDriver:
         line.add("-chardev", "ringbuf,id=console,size=16384", "-serial", "chardev:console")
         share = "on" if start.kernel is not None else "off"
         if start.state is not None:
-            self.take_state(line, start.state, devices_only=start.devices_only)
+            self.take_state(line, start.state)
         memory = line.take(start.memory)
         line.add(
             "-object",

@@ -93,6 +93,10 @@ class TemplateCache:
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
 
+    def opened(self, key: str) -> Template | None:
+        """One that is in memory."""
+        return self._open.get(key)
+
     async def adopt(self, held: frozenset[str]) -> None:
         """What the launcher holds for an earlier server."""
         launcher = self._machines.launcher

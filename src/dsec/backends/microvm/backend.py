@@ -36,7 +36,7 @@ from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.launching import Ended
 from dsec.vmm.machine import Machine
-from dsec.vmm.moments import Moment, Moments
+from dsec.vmm.moments import Moments
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class MicroVmBackend:
         if fresh:
             found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines was gone"))
         await node.templates.adopt(state.held)
+        left = state.live.keys() | state.ended.keys() | node.machines.names()
         for sandbox_id, handle in known.items():
             if not handle:
                 continue
@@ -107,7 +108,7 @@ class MicroVmBackend:
             if sandbox_id not in self._instances:
                 await self.destroy(sandbox_id, handle)
         ours = {instance.machine.name for instance in self._instances.values()}
-        for name in (state.live.keys() | state.ended.keys() | node.machines.names()) - ours:
+        for name in left - ours:
             await node.machines.end(name, "")
         return found
 
@@ -220,7 +221,7 @@ class MicroVmBackend:
         moment = self.moments.get(handle["capture"]) if handle["capture"] else None
         machine = node.spares.take(handle["vm"])
         if moment is not None:
-            machine = await self._child(handle["vm"], handle["slot"], shape, handle["cpus"], moment)
+            machine = await node.go_on_from(handle["vm"], handle["slot"], shape, handle["cpus"], moment.template)
         elif machine is None:
             machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
@@ -251,10 +252,6 @@ class MicroVmBackend:
         elif moment.held:
             instance.channel.hold(0)
         return instance
-
-    async def _child(self, name: str, reservation: str, shape: Shape, cpus: float, moment: Moment) -> Machine:
-        await self.node.serving()
-        return await self.node.go_on(name, reservation, shape, cpus, moment.template, devices_only=True)
 
     # --- copies ---
 

@@ -58,8 +58,7 @@ class Captures:
         reservation = node.pool.reserve(node.machines.group_shape(shape.memory_bytes, cpus))
         machine: Machine | None = None
         try:
-            await node.serving()
-            machine = await node.go_on(own, reservation, shape, cpus, moment.template, devices_only=True)
+            machine = await node.go_on_from(own, reservation, shape, cpus, moment.template)
             await self._shut_down(machine, moment)
             volume = node.host.volume
             upper = await asyncio.to_thread(volume.make_capture, name, shape.disk_bytes)

@@ -8,21 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsec.backends.microvm.spares import Spares
-from dsec.backends.microvm.stems import Stems
 from dsec.backends.microvm.templates import Templates
 from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel.cgroups import CgroupRoot, Slot
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
-from dsec.vmm.machine import Machine
+from dsec.vmm.machine import Machine, restored
 from dsec.vmm.node import MachineNode, VmHost
-from dsec.vmm.qemu import QemuControl
+from dsec.vmm.stems import STEM, Stem, Stems
 from dsec.vmm.template_cache import Template
 
 _WRITE = os.O_RDWR | os.O_CLOEXEC
-STEM = "stem.so"
-"""Beside the guest: what makes a stem of a VMM."""
 
 
 class VmNode(MachineNode):
@@ -43,7 +40,7 @@ class VmNode(MachineNode):
         super().__init__("vm", host, driver, cgroups, accel_reason=accel_reason)
         self.kernels = KernelStore(host.state)
         self.spares = Spares(self.machines, self.clone, each=spare)
-        self.stems = Stems(self.machines, self._start_stem, wanted=driver.name == "qemu" and driver.accel == "tcg")
+        self.stems = Stems(self.machines, wanted=driver.name == "qemu" and driver.accel == "tcg")
         self._templates_root = templates or host.state / "vm" / "templates"
         self._templates: Templates | None = None
 
@@ -77,30 +74,30 @@ class VmNode(MachineNode):
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
         template = await self.templates.get(shape)
-        stem = await self.stems.get(shape, template)
+        stem = await self._stem(shape, template)
+        if stem is not None:
+            groups = self.machines.group_shape(shape.memory_bytes, cpus)
+            return await self.stems.branch(stem, name, reservation, groups)
         try:
-            if stem is None:
-                machine = await self.go_on(name, reservation, shape, cpus, template)
-            else:
-                groups = self.machines.group_shape(shape.memory_bytes, cpus)
-                machine = await self.machines.branch(name, reservation, groups, stem, QemuControl.over)
+            machine = await restored(await self._start(name, reservation, shape, cpus, template))
         except (CreateFailed, Unavailable):
-            if stem is None:
-                await self.templates.doubt(template)
-            else:
-                self.stems.drop(template.key)
+            await self.templates.doubt(template)
             raise
         self.templates.trust(template)
         return machine
 
-    async def _start_stem(self, name: str, reservation: str, shape: Shape, template: Template) -> Machine:
-        library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return await self.go_on(name, reservation, shape, shape.vcpus, template, stem=library)
-        finally:
-            os.close(library)
+    async def _stem(self, shape: Shape, template: Template, *, blank: bool = False) -> Stem | None:
+        async def start(name: str, reservation: str) -> Machine:
+            library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return await self._start(name, reservation, shape, shape.vcpus, template, stem=library)
+            finally:
+                os.close(library)
 
-    async def go_on(
+        groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
+        return await self.stems.get(template, groups, start, blank=blank)
+
+    async def _start(
         self,
         name: str,
         reservation: str,
@@ -108,19 +105,18 @@ class VmNode(MachineNode):
         cpus: float,
         template: Template,
         *,
-        devices_only: bool = False,
         slot: Slot | None = None,
         stem: int | None = None,
     ) -> Machine:
-        """The same of a template that is at hand. `devices_only`: as in `Start`. `slot`: a machine that goes on where
-        it ran before, with its own disk. `stem`: as in `LauncherClient.spawn`."""
+        """A VMM that waits until it is told to read the template's state. `slot`: of a machine that goes on where it
+        ran before, with its own disk. `stem`: as in `LauncherClient.spawn`."""
         state = template.open_state()
         try:
-            machine = await self.machines.start(
+            return await self.machines.start(
                 name,
                 reservation,
                 self.machines.group_shape(shape.memory_bytes, cpus),
-                disk=lambda: os.open(template.disk, _WRITE) if slot else self.disks.copy(name, template.disk),
+                disk=self._disk(name, template, slot),
                 disk_bytes=shape.disk_bytes,
                 layers=shape.layers,
                 make=lambda channel, control, disk, layers: self.driver.command(
@@ -133,7 +129,6 @@ class VmNode(MachineNode):
                         disk=disk,
                         layers=layers,
                         state=state,
-                        devices_only=devices_only,
                     )
                 ),
                 slot=slot,
@@ -141,12 +136,29 @@ class VmNode(MachineNode):
             )
         finally:
             os.close(state)
-        try:
-            await machine.control.restored()
-        except BaseException:
-            machine.control.close()
-            raise
-        return machine
+
+    async def go_on_from(
+        self, name: str, reservation: str, shape: Shape, cpus: float, moment: Template, *, slot: Slot | None = None
+    ) -> Machine:
+        """As `clone`, of a machine as it was (`VmmControl.split`). `slot`: it goes on where it ran before, with its own
+        disk."""
+        await self.serving()
+        template = self.templates.opened(shape)
+        stem = await self._stem(shape, template, blank=True) if template else None
+        if stem is None:
+            return await restored(await self._start(name, reservation, shape, cpus, moment, slot=slot))
+        return await self.stems.branch(
+            stem,
+            name,
+            reservation,
+            self.machines.group_shape(shape.memory_bytes, cpus),
+            moment=moment,
+            disk=self._disk(name, moment, slot),
+            slot=slot,
+        )
+
+    def _disk(self, name: str, template: Template, slot: Slot | None) -> Callable[[], int]:
+        return lambda: os.open(template.disk, _WRITE) if slot else self.disks.copy(name, template.disk)
 
     async def close(self, *, keep: bool) -> None:
         """`keep`: machines and templates go on for the next server."""

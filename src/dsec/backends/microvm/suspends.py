@@ -172,11 +172,8 @@ class Suspends:
             stack.callback(os.close, state)
             if os.fstat(memory).st_size != shape.memory_bytes:
                 raise Unavailable("its memory's file was cut")
-            await self._node.serving()
-            template = Template(name, memory, state, self._node.disks.path(name), handle["machine"])
-            return await self._node.go_on(
-                name, handle["slot"], shape, handle["cpus"], template, devices_only=True, slot=slot
-            )
+            moment = Template(name, memory, state, self._node.disks.path(name), handle["machine"])
+            return await self._node.go_on_from(name, handle["slot"], shape, handle["cpus"], moment, slot=slot)
 
 
 def _movable(instance: MachineInstance) -> MovableChannel:

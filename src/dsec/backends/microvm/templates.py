@@ -37,7 +37,7 @@ from dsec.vmm.template_cache import Template, seal
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 BOOT_S = 120.0
 KEEP = 16
 """Templates on disk."""
@@ -89,6 +89,10 @@ class Templates:
             making = self._making[key] = asyncio.create_task(self._make(key, kernel, shape), name="template")
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
+
+    def opened(self, shape: Shape) -> Template | None:
+        """The template of this shape, where it is in memory."""
+        return self._open.get(self.key(self._kernels.best(built=self._machines.driver.built_kernel), shape))
 
     def key(self, kernel: Kernel, shape: Shape) -> str:
         """Names a template by all that goes into it."""

@@ -102,6 +102,7 @@ class VmBackend:
         if fresh:
             found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines was gone"))
         await node.templates.adopt(state.held)
+        left = state.live.keys() | state.ended.keys() | node.machines.names()
         for sandbox_id, handle in known.items():
             if not handle:
                 continue
@@ -116,7 +117,7 @@ class VmBackend:
             if sandbox_id not in self._instances:
                 await self.destroy(sandbox_id, handle)
         ours = {instance.machine.name for instance in self._instances.values()}
-        for name in (state.live.keys() | state.ended.keys() | node.machines.names()) - ours:
+        for name in left - ours:
             await node.machines.end(name, "")
         return found
 
@@ -227,9 +228,9 @@ class VmBackend:
         seat = Seat(handle["vm"], handle["slot"], handle["cpus"])
         moment = self.moments.get(handle["capture"]) if handle["capture"] else None
         if moment is not None:
-            full = await node.clone(seat, shape, image.traits, moment.template, devices_only=True)
+            full = await node.go_on_from(seat, shape, image, moment.template)
         elif image.traits.guest:
-            full = await node.clone(seat, shape, image.traits, await node.template(shape, image))
+            full = await node.clone(seat, shape, image)
         else:
             full = await node.boot(seat, shape, image)
         restored = self._clock.monotonic()

@@ -60,14 +60,13 @@ def command(
     seed: int,
     firmware: Firmware | None,
     state: int | None,
-    devices_only: bool,
     own_memory: bool,
 ) -> Command:
     """The program to start. Numbers are descriptors. `state`: be a clone of it; else boot. `own_memory`: what is
     written to memory goes to its file, which else stays as it is."""
     line = Line(str(driver.program))
     if state is not None:
-        driver.take_state(line, state, devices_only=devices_only)
+        driver.take_state(line, state)
     board = f"{traits.machine},usb=off,hpet=off,vmport=off,memory-backend=memory"
     if firmware is not None:
         for number, (name, fd) in enumerate((("code", firmware.code), ("vars", firmware.variables))):
@@ -121,13 +120,20 @@ def open_firmware(traits: Traits) -> Iterator[Firmware | None]:
     if traits.firmware == "bios":
         yield None
         return
-    code, variables = firmware_files()
     with contextlib.ExitStack() as stack:
-        fd = os.open(code, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(firmware_files()[0], os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
-        own = memory_file("variables", variables.read_bytes())
-        stack.callback(os.close, own)
-        yield Firmware(fd, own)
+        yield Firmware(fd, stack.enter_context(own_variables()))
+
+
+@contextlib.contextmanager
+def own_variables() -> Iterator[int]:
+    """UEFI's variables for one machine, as they are at first. Raises `Unsupported`."""
+    fd = memory_file("variables", firmware_files()[1].read_bytes())
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def memory_file(name: str, data: bytes, *, read_only: bool = False) -> int:

@@ -21,23 +21,35 @@ import msgspec
 from msgspec import Struct
 
 from dsec.backends.vm.console import Console
-from dsec.backends.vm.line import Firmware, FullShape, Sockets, command, firmware_files, memory_file, open_firmware
+from dsec.backends.vm.line import (
+    Firmware,
+    FullShape,
+    Sockets,
+    command,
+    firmware_files,
+    memory_file,
+    open_firmware,
+    own_variables,
+)
 from dsec.errors import CreateFailed
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.vmm import seed
 from dsec.vmm.first_words import wait_ready
 from dsec.vmm.images import Image, ImageStore, Traits
 from dsec.vmm.launching import LauncherState
-from dsec.vmm.machine import Machine
+from dsec.vmm.machine import Machine, restored
 from dsec.vmm.node import MachineNode, VmHost
 from dsec.vmm.qemu import QemuControl, QemuDriver
+from dsec.vmm.stems import STEM, Stem, Stems
 from dsec.vmm.template_cache import Size, Template, TemplateCache
 
-VERSION = 1
+VERSION = 2
 KEEP = 8
 KEEP_OPEN = 6
 SETTLE_S = 1.0
 """After a boot: what else was just started comes to rest, and need not do so in each clone."""
+REHEARSED_S = 0.5
+"""The same after a rehearsal."""
 
 
 class Seat(Struct, frozen=True):
@@ -53,14 +65,19 @@ class Full:
     """A machine that runs, with its consoles."""
 
     def __init__(self, machine: Machine) -> None:
+        """Raises `Unavailable`, and the machine is let go of."""
         self.machine = machine
         self.control = cast(QemuControl, machine.control)
-        self.console = Console(machine.connect("console"))
+        try:
+            self.console = Console(machine.connect("console"))
+        except BaseException:
+            machine.close()
+            raise
 
     def close(self) -> None:
         """Let go of its sockets; it goes on."""
         self.console.close()
-        self.machine.control.close()
+        self.machine.close()
 
 
 class FullNode(MachineNode):
@@ -83,13 +100,16 @@ class FullNode(MachineNode):
         self.templates = TemplateCache(
             templates or host.state / "full" / "templates", self.machines, keep=KEEP, keep_open=KEEP_OPEN
         )
+        self.stems = Stems(self.machines, wanted=driver.accel == "tcg", settle_s=REHEARSED_S, console=True)
+        self._variables: dict[str, os.stat_result] = {}
+        """Of stems."""
         self._seed = b""
-        self._guest = ""
+        self._guest = Path()
 
     async def open(self, on_lost: Callable[[], None]) -> tuple[LauncherState, bool]:
         """As `connect`."""
         guest = await asyncio.to_thread(self.host.build_guest)
-        self._guest = guest.parent.name
+        self._guest = guest
         self._seed = seed.make(await asyncio.to_thread(guest.read_bytes))
         return await self.connect(on_lost)
 
@@ -97,7 +117,7 @@ class FullNode(MachineNode):
         await self.templates.hold_all()
 
     def launcher_lost(self) -> None:
-        """Nothing waits here."""
+        self.stems.drop_all()
 
     # --- machines ---
 
@@ -108,28 +128,79 @@ class FullNode(MachineNode):
         try:
             os.ftruncate(memory, shape.memory_bytes)
             disk = partial(self._new_disk, seat.name, shape, image)
-            return await self._start(seat, shape, image.traits, memory=memory, disk=disk)
+            return Full(await self._start(seat, shape, image.traits, memory=memory, disk=disk))
         finally:
             os.close(memory)
 
-    async def clone(
-        self, seat: Seat, shape: FullShape, traits: Traits, template: Template, *, devices_only: bool = False
+    async def clone(self, seat: Seat, shape: FullShape, image: Image) -> Full:
+        """One that goes on from its template, and waits. As `boot`."""
+        template = await self.template(shape, image)
+        return await self._go_on(seat, shape, image.traits, await self._stem(shape, image.traits, template), template)
+
+    async def go_on_from(self, seat: Seat, shape: FullShape, image: Image, moment: Template) -> Full:
+        """The same of a machine as it was (`VmmControl.split`)."""
+        await self.serving()
+        template = (
+            self.templates.opened(await asyncio.to_thread(self.key, shape, image)) if image.traits.guest else None
+        )
+        stem = await self._stem(shape, image.traits, template, blank=True) if template else None
+        return await self._go_on(seat, shape, image.traits, stem, moment, became=True)
+
+    async def _go_on(
+        self,
+        seat: Seat,
+        shape: FullShape,
+        traits: Traits,
+        stem: Stem | None,
+        template: Template,
+        *,
+        became: bool = False,
     ) -> Full:
-        """One that goes on from a template, or (`devices_only`) from a moment, and waits. As `boot`."""
-        disk = partial(self.disks.copy, seat.name, template.disk)
-        state = template.open_state()
-        try:
-            full = await self._start(
-                seat, shape, traits, memory=template.memory, disk=disk, state=state, devices_only=devices_only
+        if stem is None:
+            return Full(await restored(await self._start_clone(seat, shape, traits, template)))
+        with contextlib.ExitStack() as stack:
+            files: list[tuple[os.stat_result, int]] = []
+            if traits.firmware == "uefi":
+                files.append((self._variables[stem.machine.name], stack.enter_context(own_variables())))
+            return Full(
+                await self.stems.branch(
+                    stem,
+                    seat.name,
+                    seat.reservation,
+                    self.machines.group_shape(shape.memory_bytes, seat.cpus),
+                    moment=template if became else None,
+                    disk=partial(self.disks.copy, seat.name, template.disk) if became else None,
+                    files=files,
+                )
             )
+
+    async def _stem(self, shape: FullShape, traits: Traits, template: Template, *, blank: bool = False) -> Stem | None:
+        async def start(name: str, reservation: str) -> Machine:
+            library = os.open(self._guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
+            seat = Seat(name, reservation, shape.vcpus)
+            try:
+                return await self._start_clone(seat, shape, traits, template, stem=library)
+            finally:
+                os.close(library)
+
+        groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
+        return await self.stems.get(template, groups, start, blank=blank)
+
+    async def _start_clone(
+        self,
+        seat: Seat,
+        shape: FullShape,
+        traits: Traits,
+        template: Template,
+        *,
+        stem: int | None = None,
+    ) -> Machine:
+        """A VMM that waits until it is told to read the template's state."""
+        disk, state = partial(self.disks.copy, seat.name, template.disk), template.open_state()
+        try:
+            return await self._start(seat, shape, traits, memory=template.memory, disk=disk, state=state, stem=stem)
         finally:
             os.close(state)
-        try:
-            await full.control.restored()
-        except BaseException:
-            full.close()
-            raise
-        return full
 
     async def template(self, shape: FullShape, image: Image) -> Template:
         """The booted machine of a disk with our guest; booted where there is none yet. Raises as `boot`."""
@@ -148,7 +219,7 @@ class FullNode(MachineNode):
         if image.traits.firmware == "uefi":
             for path in firmware_files():
                 firmware.update(path.read_bytes())
-        parts = (VERSION, self._guest, self.driver.fingerprint, firmware.hexdigest(), image.digest, shape)
+        parts = (VERSION, self._guest.parent.name, self.driver.fingerprint, firmware.hexdigest(), image.digest, shape)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
     async def _boot_template(self, key: str, shape: FullShape, image: Image, memory: int, state: int) -> float:
@@ -158,7 +229,7 @@ class FullNode(MachineNode):
         begun = time.monotonic()
         try:
             disk = partial(self._new_disk, seat.name, shape, image)
-            full = await self._start(seat, shape, image.traits, memory=memory, disk=disk, own_memory=True)
+            full = Full(await self._start(seat, shape, image.traits, memory=memory, disk=disk, own_memory=True))
             boot_s = await self._wait_ready(full, image.traits.boot_s, begun)
             await asyncio.sleep(SETTLE_S)
             await full.control.save(state)
@@ -202,16 +273,18 @@ class FullNode(MachineNode):
         memory: int,
         disk: Callable[[], int],
         state: int | None = None,
-        devices_only: bool = False,
         own_memory: bool = False,
-    ) -> Full:
+        stem: int | None = None,
+    ) -> Machine:
         await self.serving()
         consoles: list[int] = []
         with contextlib.ExitStack() as stack:
             firmware: Firmware | None = stack.enter_context(open_firmware(traits))
             seed_fd = memory_file("seed", self._seed if traits.guest else seed.make(None), read_only=True)
             stack.callback(os.close, seed_fd)
-            machine = await self.machines.start(
+            if stem is not None and firmware is not None:
+                self._variables[seat.name] = os.fstat(firmware.variables)
+            return await self.machines.start(
                 seat.name,
                 seat.reservation,
                 self.machines.group_shape(shape.memory_bytes, seat.cpus),
@@ -229,15 +302,10 @@ class FullNode(MachineNode):
                     seed=seed_fd,
                     firmware=firmware,
                     state=state,
-                    devices_only=devices_only,
                     own_memory=own_memory,
                 ),
+                stem=stem,
             )
-        try:
-            return Full(machine)
-        except BaseException:
-            machine.control.close()
-            raise
 
     def _new_disk(self, name: str, shape: FullShape, image: Image) -> int:
         fd = self.disks.copy(name, self.images.path(image))
@@ -246,5 +314,6 @@ class FullNode(MachineNode):
 
     async def close(self, *, keep: bool) -> None:
         """`keep`: machines and templates go on for the next server."""
+        await self.stems.close()
         await self.templates.close()
         await self.disconnect(keep=keep)

@@ -1,0 +1,208 @@
+"""Stems: clones that have rehearsed what every machine does first, stand still, and branch (native/stem/stem.c).
+
+Where QEMU imitates the CPU, most of a clone's first second is translation of the guest's code. A stem has done that
+once, and its branches share the result, as they share whatever memory none of them changes. KVM needs none of it.
+
+One stem for a template that is in use, STEMS_MOST in all; what wasn't asked for for IDLE_S goes. A stem runs nothing
+but the guest and, in its rehearsals, programs of the environment that it is for: /bin/sh and /bin/true. Branches don't
+depend on it when they are made. Where no stem can be had, machines are plain clones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec import Struct
+
+from dsec.errors import CreateFailed, DsecError, Unavailable
+from dsec.kernel.cgroups import Shape, Slot
+from dsec.vmm.first_words import rehearse
+from dsec.vmm.machine import SOCKETS, Machine, Machines, restored
+from dsec.vmm.qemu import QemuControl
+from dsec.vmm.template_cache import Template
+
+log = logging.getLogger(__name__)
+
+STEMS_MOST = 8
+STEM = "stem.so"
+"""Beside the guest: what makes a stem of a VMM."""
+IDLE_S = 600.0
+REHEARSALS = 3
+"""The first translates, the others link what was translated; a fourth is no faster."""
+REHEARSAL_S = 60.0
+SETTLE_S = 0.2
+
+
+class Stem(Struct, frozen=True):
+    """One that stands still."""
+
+    key: str
+    memory: os.stat_result
+    """Of the file that it has mapped."""
+    state: os.stat_result
+    """Of the file that a blank one has not read."""
+    machine: Machine
+    reservation: str
+    connections: tuple[socket.socket, ...]
+    """Its ends of a branch's port and console are copies of these'."""
+
+
+Start = Callable[[str, str], Awaitable[Machine]]
+"""`start(name, reservation)`: a clone, as a stem, which waits until it is told to read its state."""
+
+
+class Stems:
+    """All stems of a node."""
+
+    def __init__(self, machines: Machines, *, wanted: bool, settle_s: float = SETTLE_S, console: bool = False) -> None:
+        """Not `wanted`: there are none. `settle_s`: what the guest does after a rehearsal by itself takes so long.
+        `console`: machines have one."""
+        self._machines = machines
+        self._wanted = wanted
+        self._settle_s = settle_s
+        self._console = console
+        self._stems: dict[str, Stem] = {}
+        self._making: dict[str, asyncio.Task[Stem | None]] = {}
+        self._idle: dict[str, asyncio.TimerHandle] = {}
+        self._impossible: dict[str, asyncio.TimerHandle] = {}
+        """Until it is tried again."""
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def get(self, template: Template, shape: Shape, start: Start, *, blank: bool = False) -> Stem | None:
+        """A template's stem, with these limits; None where there is none to be had. Takes a second or more where it is
+        to be made first. `blank`: one that has not read any state, and may become any machine of the kind."""
+        key = f"{template.key}{'.blank' if blank else ''}"
+        if not self._wanted or key in self._impossible:
+            return None
+        found = self._stems.get(key)
+        if found is not None and self._machines.exited(found.machine.name).done():
+            self.drop(key)
+            found = None
+        if found is None:
+            making = self._making.get(key)
+            if making is None:
+                making = asyncio.create_task(self._make(key, template, shape, start, blank), name="stem of machines")
+                self._making[key] = making
+                making.add_done_callback(lambda _: self._making.pop(key, None))
+            found = await asyncio.shield(making)
+        if found is None:
+            return None
+        if key in self._idle:
+            self._idle.pop(key).cancel()
+        if key in self._stems:
+            self._stems[key] = self._stems.pop(key)  # the last used is the last to go
+            self._idle[key] = asyncio.get_running_loop().call_later(IDLE_S, self.drop, key)
+        return found
+
+    async def branch(
+        self,
+        stem: Stem,
+        name: str,
+        reservation: str,
+        shape: Shape,
+        *,
+        moment: Template | None = None,
+        disk: Callable[[], int] | None = None,
+        files: Sequence[tuple[os.stat_result, int]] = (),
+        slot: Slot | None = None,
+    ) -> Machine:
+        """A machine that stands still, as its template's clones; of a blank stem, as a machine was (`moment`), with
+        that one's `disk`. The others as `Machines.branch`. Raises as that, and the stem goes."""
+        state = -1
+        try:
+            if moment is not None:
+                state = moment.open_state()
+                files = [*files, (stem.memory, moment.memory), (stem.state, state)]
+            machine = await self._machines.branch(
+                name,
+                reservation,
+                shape,
+                stem.machine,
+                QemuControl.over,
+                disk=disk,
+                files=files,
+                sockets=(*SOCKETS, "console") if self._console else SOCKETS,
+                slot=slot,
+            )
+            if moment is not None:
+                await restored(machine)
+        except (CreateFailed, Unavailable):
+            self.drop(stem.key)
+            raise
+        finally:
+            if moment is not None:
+                os.close(state)
+        return machine
+
+    def drop(self, key: str) -> None:
+        """End it; its branches go on. Idempotent."""
+        if key in self._idle:
+            self._idle.pop(key).cancel()
+        stem = self._stems.pop(key, None)
+        if stem is not None:
+            ending = asyncio.get_running_loop().create_task(self._end(stem), name="end of a stem")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    def drop_all(self) -> None:
+        """They are gone, or shall go."""
+        for key in list(self._stems):
+            self.drop(key)
+
+    async def close(self) -> None:
+        """End all."""
+        making = list(self._making.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        self.drop_all()
+        for timer in self._impossible.values():
+            timer.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _make(self, key: str, template: Template, shape: Shape, start: Start, blank: bool) -> Stem | None:
+        files = os.fstat(template.memory), os.fstat(template.state)
+        name = f"s{secrets.token_hex(8)}"
+        reservation = self._machines.pool.reserve(shape)
+        connections: list[socket.socket] = []
+        machine: Machine | None = None
+        try:
+            machine = await start(name, reservation)
+            connections.append(port := await machine.port())
+            if self._console:
+                connections.append(machine.connect("console"))
+            if not blank:
+                await self._rehearse(machine, port)
+            await asyncio.sleep(SETTLE_S)
+        except BaseException as error:
+            for connection in connections:
+                connection.close()
+            await asyncio.shield(self._machines.end(name, reservation, machine))
+            if not isinstance(error, (DsecError, OSError, TimeoutError)):
+                raise
+            log.warning("machines of %s will be plain clones: %s", key, str(error) or "no rehearsal in time")
+            self._impossible[key] = asyncio.get_running_loop().call_later(IDLE_S, self._impossible.pop, key)
+            return None
+        stem = self._stems[key] = Stem(key, *files, machine, reservation, tuple(connections))
+        while len(self._stems) > STEMS_MOST:
+            self.drop(next(iter(self._stems)))
+        return stem
+
+    async def _rehearse(self, machine: Machine, port: socket.socket) -> None:
+        await restored(machine)
+        async with asyncio.timeout(REHEARSAL_S):
+            await machine.control.resume()
+            for _ in range(REHEARSALS):
+                await rehearse(port)
+                await asyncio.sleep(self._settle_s)
+            await machine.control.stop()
+
+    async def _end(self, stem: Stem) -> None:
+        for connection in stem.connections:
+            connection.close()
+        await self._machines.end(stem.machine.name, stem.reservation, stem.machine)
