@@ -46,8 +46,7 @@ UIDS = 1 << 20
 STEM_UID = UID_BASE + UIDS
 STEM_CAPABILITIES = (6, 7, 21)
 """SETGID, SETUID, SYS_ADMIN: of stems, in the user namespace that they share, to make namespaces for branches."""
-STEM_FILES = 4
-"""As many as a branch may have of its own."""
+STEM_FILES = 4  # stem.c's MOST_FILES
 STEM_ANSWER_S = 10.0
 MAX_MESSAGE = 128 << 10
 MAX_FDS = 250
@@ -175,10 +174,7 @@ def make_root(paths: list[str], *, sockets: bool = False) -> None:
     mount("dsec", top, "tmpfs", MS_NOSUID, "size=64k,mode=0755")
     for name in ("proc", "dev", "old"):
         os.mkdir(f"{top}/{name}", 0o755)
-    for name in (
-        "kvm",
-        *(["userfaultfd"] if sockets else []),
-    ):  # nodes of their own: the host's may be for a group alone
+    for name in ("kvm", "userfaultfd")[: 1 + sockets]:  # nodes of their own: the host's may be for a group alone
         if os.path.exists(f"/dev/{name}"):
             os.mknod(f"{top}/dev/{name}", stat.S_IFCHR, os.stat(f"/dev/{name}").st_rdev)
             os.chmod(f"{top}/dev/{name}", 0o666)
