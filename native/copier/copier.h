@@ -1,11 +1,13 @@
 /* The copier: brings chunks from files of a store into files of the cache, verified. A child of the filler, which decides what is fetched; it ends
  * with it. It keeps nothing: each job names the object's file and the chunks, and brings the target's descriptor along.
  *
- * A chunk of up to COPIER_PIECE is written only after its SHA-256 was found to be the one that the job says; of a larger one (a metadata image, whose file
- * nobody else sees yet) each piece is written as it is read, and after an error what was written is worth nothing.
+ * A chunk is written only after its SHA-256 was found to be the one that the job says. A metadata image, whose file nobody else sees yet, comes in parts at
+ * the same time, which are worth nothing until all of the file was checked.
+ *
+ * What nobody waits for is copied at a low priority and on half of the processors; when somebody begins to wait, the job is hastened.
  *
  * SOCKET. SOCK_SEQPACKET at descriptor 0, native byte order (never leaves the host). To it a `copier_job`, `count` times `copier_chunk`, the path with
- * its NUL, and SCM_RIGHTS {target}; from it a `copier_done` for each job, in any order.
+ * its NUL, and SCM_RIGHTS {target}; from it a `copier_done` for each packet, in any order.
  */
 #ifndef DSEC_COPIER_H
 #define DSEC_COPIER_H
@@ -14,6 +16,13 @@
 #define COPIER_CHUNKS 256       /* of one job */
 #define COPIER_PIECE (256 << 10)
 #define COPIER_THREADS 16
+
+enum copier_kind {
+    COPIER_COPY = 0,
+    COPIER_PART = 1,   /* the digests are not looked at */
+    COPIER_CHECK = 2,  /* nothing is copied: the one chunk, of any size, is what the source has at `offset` */
+    COPIER_HASTEN = 3, /* the job `token` is wanted at `nice` from now on. No chunks, no path */
+};
 
 enum copier_where {
     COPIER_COPIED = 0,
@@ -30,7 +39,7 @@ struct copier_job {
     uint64_t offset; /* of the first chunk in the source; the others follow */
     uint32_t count, path_bytes;
     int32_t nice; /* of the thread while it does this; from 0 on: nobody waits for it */
-    uint32_t zero;
+    uint32_t kind;
 };
 
 struct copier_chunk {

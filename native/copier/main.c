@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
-#include <semaphore.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +11,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -28,17 +28,20 @@ static int (*begin_digest)(void *context, const void *type, void *engine);
 static int (*update_digest)(void *context, const void *data, size_t size);
 static int (*end_digest)(void *context, unsigned char *digest, unsigned *size);
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct worker *idle;
+static struct worker *idle, *busy;
 static int holder = -1;
 /* Of jobs that nobody waits for so many compute at the same time that half of the processors are left to others. Reading may take long and isn't
  * counted. */
-static sem_t unhurried;
+static pthread_cond_t turn = PTHREAD_COND_INITIALIZER;
+static int unhurried, most_unhurried;
 
 /* What a job needs while it is done. The one that was used last is used next: it is in the processor's cache. */
 struct worker {
     struct worker *next;
     void *context;
-    bool unhurried;
+    uint64_t job;
+    int nice;
+    pid_t thread;
     unsigned char data[COPIER_PIECE];
 };
 
@@ -80,41 +83,66 @@ static bool read_piece(int fd, unsigned char *data, size_t size, uint64_t offset
     return true;
 }
 
-/* A metadata image: its file is worth nothing unless all of it is right. */
-static bool copy_large(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+/* Returns whether `leave` is to be called. */
+static bool enter(struct worker *w) {
+    pthread_mutex_lock(&lock);
+    while (w->nice >= 0 && unhurried >= most_unhurried) pthread_cond_wait(&turn, &lock);
+    bool counted = w->nice >= 0;
+    if (counted) unhurried++;
+    pthread_mutex_unlock(&lock);
+    return counted;
+}
+
+static void leave(void) {
+    pthread_mutex_lock(&lock);
+    unhurried--;
+    pthread_cond_signal(&turn);
+    pthread_mutex_unlock(&lock);
+}
+
+static bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    if (chunk->size > COPIER_PIECE) return failed(done, COPIER_REFUSED, EINVAL);
+    if (!read_piece(source, w->data, chunk->size, offset, done)) return false;
+    bool counted = enter(w);
+    bool right = begin_digest(w->context, sha256(), NULL) && update_digest(w->context, w->data, chunk->size) && is_right(w->context, chunk);
+    bool written = right && write_at(target, w->data, chunk->size, chunk->target);
+    int error = errno;
+    if (counted) leave();
+    return right ? written || failed(done, COPIER_TARGET, error) : failed(done, COPIER_WRONG, 0);
+}
+
+static bool copy_part(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    for (uint32_t at = 0, size; at < chunk->size; at += size) {
+        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
+        if (!read_piece(source, w->data, size, offset + at, done)) return false;
+        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
+    }
+    return true;
+}
+
+static bool check(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    (void)target;
     if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
     for (uint32_t at = 0, size; at < chunk->size; at += size) {
         size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
         if (!read_piece(source, w->data, size, offset + at, done)) return false;
         if (!update_digest(w->context, w->data, size)) return failed(done, COPIER_REFUSED, ENOMEM);
-        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
     }
     return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
-}
-
-static bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    if (chunk->size > COPIER_PIECE) return copy_large(chunk, offset, source, target, w, done);
-    if (!read_piece(source, w->data, chunk->size, offset, done)) return false;
-    if (w->unhurried) sem_wait(&unhurried);
-    bool right = begin_digest(w->context, sha256(), NULL) && update_digest(w->context, w->data, chunk->size) && is_right(w->context, chunk);
-    bool written = right && write_at(target, w->data, chunk->size, chunk->target);
-    int error = errno;
-    if (w->unhurried) sem_post(&unhurried);
-    return right ? written || failed(done, COPIER_TARGET, error) : failed(done, COPIER_WRONG, 0);
 }
 
 static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
     const struct copier_job *job = &packet->job;
     const struct copier_chunk *chunks = (const void *)(job + 1);
-    if (size < sizeof *job) return failed(done, COPIER_REFUSED, EINVAL);
-    done->id = job->id;
-    if (job->count > COPIER_CHUNKS) return failed(done, COPIER_REFUSED, EINVAL);
+    if (job->count > COPIER_CHUNKS || job->kind > COPIER_CHECK) return failed(done, COPIER_REFUSED, EINVAL);
     const char *path = (const char *)(chunks + job->count);
     if (!job->path_bytes || size != (size_t)(path - packet->bytes) + job->path_bytes || path[job->path_bytes - 1]) return failed(done, COPIER_REFUSED, EINVAL);
     int source = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     if (source < 0) return failed(done, COPIER_SOURCE, errno);
     uint64_t offset = job->offset;
-    while (done->copied < job->count && copy_chunk(&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
+    bool (*one)(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) =
+        job->kind == COPIER_COPY ? copy_chunk : job->kind == COPIER_PART ? copy_part : check;
+    while (done->copied < job->count && one(&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
     close(source);
     return done->where == COPIER_COPIED;
 }
@@ -124,18 +152,37 @@ static bool tell(uint64_t token) {
     return holder >= 0 && send(holder, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof m;
 }
 
-static struct worker *take(void) {
+static struct worker *take(const struct copier_job *job) {
     pthread_mutex_lock(&lock);
     struct worker *w = idle;
     if (w) idle = w->next;
+    else if (!(w = malloc(sizeof *w)) || !(w->context = new_context())) _exit(1); /* the filler goes on without us */
+    w->job = job->id, w->nice = job->nice, w->thread = (pid_t)syscall(SYS_gettid);
+    w->next = busy, busy = w;
     pthread_mutex_unlock(&lock);
-    if (!w && (!(w = malloc(sizeof *w)) || !(w->context = new_context()))) _exit(1); /* the filler goes on without us */
     return w;
 }
 
-static void give(struct worker *w) {
+/* Returns the priority that the thread has now. */
+static int give(struct worker *w) {
     pthread_mutex_lock(&lock);
+    struct worker **link = &busy;
+    while (*link != w) link = &(*link)->next;
+    *link = w->next;
     w->next = idle, idle = w;
+    int nice = w->nice;
+    pthread_mutex_unlock(&lock);
+    return nice;
+}
+
+/* One that isn't begun, or is done, is left as it is. */
+static void hasten(const struct copier_job *job) {
+    pthread_mutex_lock(&lock);
+    for (struct worker *w = busy; w; w = w->next)
+        if (w->job == job->token && w->nice > job->nice && setpriority(PRIO_PROCESS, (id_t)w->thread, job->nice) == 0) {
+            w->nice = job->nice;
+            pthread_cond_broadcast(&turn);
+        }
     pthread_mutex_unlock(&lock);
 }
 
@@ -155,12 +202,17 @@ static void *work(void *unused) {
         struct cmsghdr *c = CMSG_FIRSTHDR(&h);
         if (c && c->cmsg_type == SCM_RIGHTS) memcpy(&target, CMSG_DATA(c), sizeof target);
         struct copier_done done = {0};
-        if ((size_t)got >= sizeof packet.job && packet.job.nice != nice_now && setpriority(PRIO_PROCESS, 0, packet.job.nice) == 0)
-            nice_now = packet.job.nice;
-        struct worker *w = take();
-        w->unhurried = packet.job.nice >= 0;
-        if (carry_out(&packet, (size_t)got, target, w, &done) && packet.job.token) done.told = tell(packet.job.token);
-        give(w);
+        if ((size_t)got < sizeof packet.job) {
+            failed(&done, COPIER_REFUSED, EINVAL);
+        } else if (done.id = packet.job.id, packet.job.kind == COPIER_HASTEN) {
+            hasten(&packet.job);
+        } else {
+            if (packet.job.nice != nice_now && setpriority(PRIO_PROCESS, 0, packet.job.nice) == 0) nice_now = packet.job.nice;
+            struct worker *w = take(&packet.job);
+            if (carry_out(&packet, (size_t)got, target, w, &done) && packet.job.token) done.told = tell(packet.job.token);
+            int nice = give(w);
+            if (nice != packet.job.nice) nice_now = nice;
+        }
         if (target >= 0) close(target);
         if (send(FILLER, &done, sizeof done, MSG_NOSIGNAL) < 0) _exit(0);
     }
@@ -192,7 +244,7 @@ int main(int argc, char **argv) {
         return fprintf(stderr, "copier: %s\n", dlerror()), 1;
     if (argc == 3 && (holder = connect_to(argv[2])) < 0) return perror("copier: the holder"), 1;
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
-    sem_init(&unhurried, 0, processors > 2 ? (unsigned)processors / 2 : 1);
+    most_unhurried = processors > 2 ? (int)processors / 2 : 1;
     for (int i = 1; i < COPIER_THREADS; i++) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, work, NULL)) return fprintf(stderr, "copier: no threads\n"), 1;

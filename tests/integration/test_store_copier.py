@@ -31,12 +31,14 @@ async def copier() -> AsyncIterator[Copier]:
     await made.close()
 
 
-async def copied(copier: Copier, source: Path, chunks: Sequence[Chunk], target: Path, offset: int = 0) -> None:
+async def copied(
+    copier: Copier, source: Path, chunks: Sequence[Chunk], target: Path, *, offset: int = 0, kind: int = module.COPY
+) -> None:
     """Raises what went wrong."""
     done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     fd = os.open(target, os.O_RDWR | os.O_CREAT)
     try:
-        copier.copy(source, offset, chunks, fd, lambda _, error: done.set_result(error), nice=0)
+        copier.copy(source, offset, chunks, fd, lambda _, error: done.set_result(error), nice=0, kind=kind)
     finally:
         os.close(fd)
     error = await done
@@ -51,6 +53,11 @@ def cut(data: bytes, sizes: Sequence[int], at: Sequence[int]) -> list[Chunk]:
         chunks.append(Chunk(offset, size, hashlib.sha256(data[begin : begin + size]).digest()))
         begin += size
     return chunks
+
+
+def priorities(pid: int) -> set[int]:
+    """Of a process's threads."""
+    return {os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in Path(f"/proc/{pid}/task").iterdir()}
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -69,14 +76,43 @@ async def test_chunks_come_to_their_places(copier: Copier, tmp_path: Path) -> No
     assert found[512 * KIB :] == data[260 * KIB :]
 
 
-async def test_a_metadata_image_is_one_large_chunk(copier: Copier, tmp_path: Path) -> None:
+async def test_a_metadata_image_comes_in_parts_and_is_checked(copier: Copier, tmp_path: Path) -> None:
     data = random.Random(2).randbytes(3_000_001)
-    source = written(tmp_path / "image", data)
-    await copied(copier, source, cut(data, [len(data)], [0]), tmp_path / "to")
-    assert (tmp_path / "to").read_bytes() == data
-    written(source, data[:-1] + b"?")
+    source, target = written(tmp_path / "image", data), tmp_path / "to"
+    whole = cut(data, [len(data)], [0])
+    half = Chunk(1_500_000, 1_500_001, whole[0].digest)
+    await copied(copier, source, [Chunk(0, 1_500_000, whole[0].digest)], target, kind=module.PART)
     with pytest.raises(LayerCorrupt):
-        await copied(copier, source, cut(data, [len(data)], [0]), tmp_path / "to")
+        await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
+    await copied(copier, source, [half], target, offset=half.offset, kind=module.PART)
+    await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
+    assert target.read_bytes() == data
+    written(target, data[:-1] + b"?")
+    with pytest.raises(LayerCorrupt):
+        await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
+
+
+@pytest.mark.root
+async def test_a_job_that_somebody_begins_to_wait_for_is_hastened(copier: Copier, tmp_path: Path) -> None:
+    size = 256 * KIB
+    source = tmp_path / "pack"
+    source.touch()
+    os.truncate(source, 256 * size)
+    right = hashlib.sha256(bytes(size)).digest()
+    chunks = [Chunk(index * size, size, right) for index in range(256)]
+    done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+    target = os.open(tmp_path / "to", os.O_RDWR | os.O_CREAT)
+    job = copier.copy(source, 0, chunks, target, lambda _, error: done.set_result(error), nice=5)
+    os.close(target)
+    while not done.done():
+        copier.hasten(job + 1, 1)  # there is none such
+        copier.hasten(job, 2)
+        await asyncio.sleep(0)
+    assert await done is None
+    assert copier._process is not None
+    nice = priorities(copier._process.pid)
+    assert 2 in nice
+    assert 1 not in nice
 
 
 async def test_what_is_wrong_is_not_written(copier: Copier, tmp_path: Path) -> None:
@@ -152,9 +188,16 @@ def test_packets_that_are_no_jobs_are_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "pack", bytes(4 * KIB))
     path = os.fsencode(source) + b"\0"
     chunk = module._CHUNK.pack(0, 4 * KIB, hashlib.sha256(bytes(4 * KIB)).digest())
-    good = module._JOB.pack(7, 0, 0, 1, len(path), 0) + chunk + path
+    good = module._JOB.pack(7, 0, 0, 1, len(path), 0, 0) + chunk + path
     rng = random.Random(5)
-    packets = [b"?", good[:-1], good + b"?", good[:-1] + b"x", module._JOB.pack(7, 0, 0, 1 << 31, 0, 0)]
+    packets = [
+        b"?",
+        good[:-1],
+        good + b"?",
+        good[:-1] + b"x",
+        module._JOB.pack(7, 0, 0, 1 << 31, 0, 0, 0),
+        module._JOB.pack(7, 7, 0, 0, 0, 0, 3),
+    ]
     packets += [good[: rng.randrange(1, len(good))] for _ in range(100)]
     packets += [bytes(b ^ (rng.random() < 0.05) * rng.randrange(256) for b in good) for _ in range(300)]
     packets += [rng.randbytes(rng.randrange(1, 400)) for _ in range(100)]

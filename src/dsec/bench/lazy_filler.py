@@ -18,7 +18,7 @@ from dsec.ports import Clock
 from dsec.store.blobs import DirectoryStore
 from dsec.store.format import Chunk
 from dsec.store.lazy.cache import LazyCache
-from dsec.store.lazy.copier import Copier, CopierGone, Done
+from dsec.store.lazy.copier import CHECK, COPY, Copier, CopierGone, Done
 from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.questions import Events
 from dsec.store.lazy.running import serve_filler
@@ -45,25 +45,34 @@ class FarCopier(Copier):
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
 
     def copy(
-        self, source: Path, offset: int, chunks: Sequence[Chunk], target: int, done: Done, *, nice: int, token: int = 0
-    ) -> None:
+        self,
+        source: Path,
+        offset: int,
+        chunks: Sequence[Chunk],
+        target: int,
+        done: Done,
+        *,
+        nice: int,
+        token: int = 0,
+        kind: int = COPY,
+    ) -> int:
         seconds = self._latency_s
         if self._bytes_per_s:
             seconds += sum(chunk.size for chunk in chunks) / self._bytes_per_s
-        if not seconds:
-            super().copy(source, offset, chunks, target, done, nice=nice, token=token)
-            return
+        if not seconds or kind == CHECK:  # what is checked is here
+            return super().copy(source, offset, chunks, target, done, nice=nice, token=token, kind=kind)
         ours = os.dup(target)
 
         def arrived() -> None:
             try:
-                super(FarCopier, self).copy(source, offset, chunks, ours, done, nice=nice, token=token)
+                super(FarCopier, self).copy(source, offset, chunks, ours, done, nice=nice, token=token, kind=kind)
             except CopierGone as error:
                 done(False, error)
             finally:
                 os.close(ours)
 
         asyncio.get_running_loop().call_later(seconds, arrived)
+        return 0
 
 
 async def fill(cache: Path, run: Path, store: Path, distance: Sequence[float], program: Path | None) -> None:

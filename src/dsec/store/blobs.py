@@ -180,7 +180,8 @@ class DirectoryStore:
 
     def _get(self, key: str, offset: int, size: int | None) -> bytes:
         with open(self.root / key, "rb", buffering=0) as file:
-            left = os.fstat(file.fileno()).st_size - offset if size is None else size
+            left = os.fstat(file.fileno()).st_size - offset
+            left = left if size is None else min(left, size)
             parts = []
             while left > 0 and (data := os.pread(file.fileno(), min(left, 1 << 30), offset)):
                 parts.append(data)

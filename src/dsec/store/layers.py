@@ -386,9 +386,14 @@ class LayerMounts:
 
     def warm(self, digest: str) -> int:
         """Read a layer's hot files, so that their pages are charged to the server and not to whichever sandbox comes
-        first (and don't leave with it). Blocks; returns the bytes read."""
+        first (and don't leave with it). Blocks; returns the bytes read. A layer that went before its thread's turn has
+        none."""
         top, total = self.root / digest / "0", 0
-        for name in self._store.meta(digest).hot:
+        try:
+            hot = self._store.meta(digest).hot
+        except NotFound:
+            return 0
+        for name in hot:
             files = _regular_files(top) if name == "/" else [top / name.lstrip("/")]
             for path in files:
                 with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:

@@ -19,11 +19,13 @@ One process at a time writes here: the filler.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import shutil
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -44,27 +46,29 @@ def boot_id() -> bytes:
 class CachedLayer:
     """A layer's directory, opened. Close it."""
 
-    def __init__(
-        self, root: Path, layer: str, manifest: Manifest | None = None, placement: Placement | None = None
-    ) -> None:
-        """`manifest`, `placement`: what its files say, where that is known already. Raises FileNotFoundError where it
-        isn't there, `LayerCorrupt` where it is damaged."""
+    def __init__(self, root: Path, layer: str, fresh: tuple[Manifest, Placement] | None = None) -> None:
+        """`fresh`: what its files say, where nothing of it is filled. Raises FileNotFoundError where it isn't there,
+        `LayerCorrupt` where it is damaged."""
         self.layer = layer
         self.root = root
-        self.manifest = manifest or decode_manifest((root / "manifest.json").read_bytes(), layer)
+        self.manifest, placement = fresh or (
+            decode_manifest((root / "manifest.json").read_bytes(), layer),
+            decode_placement((root / "placement.json").read_bytes(), layer),
+        )
         self.chunks = self.manifest.chunk_list()
-        self.places = (placement or decode_placement((root / "placement.json").read_bytes(), layer)).place_list()
+        self.places = placement.place_list()
         if len(self.places) != len(self.chunks):
             raise LayerCorrupt(f"the placement of layer {layer} is of another one", layer=layer)
         self.offsets = [*(chunk.offset for chunk in self.chunks), self.manifest.data_bytes]
         self.data = os.open(root / "data", os.O_RDWR | os.O_CLOEXEC)
         self.bitmap = os.open(root / "filled", os.O_RDWR | os.O_CLOEXEC)
         self._bits = mmap.mmap(self.bitmap, 0)
-        self._go_back()
+        if fresh is None:
+            self._go_back()
         self.have = bytearray(len(self.chunks))
         self.filled_bytes = 0
         """How much of the data is here."""
-        if any(bytes(self._bits)):
+        if fresh is None and any(bytes(self._bits)):
             self.have[:] = bytes(self._is_filled(chunk) for chunk in self.chunks)
             self.filled_bytes = sum(chunk.size for chunk, here in zip(self.chunks, self.have, strict=True) if here)
         self.missing = self.have.count(0)
@@ -178,6 +182,13 @@ def _blocks(chunk: Chunk) -> range:
     return range(chunk.offset // BLOCK, (chunk.offset + chunk.size) // BLOCK)
 
 
+READY = 16
+"""Directories that are there before a layer needs one: making files may wait for the disk."""
+_EMPTY = ("manifest.json", "placement.json", "synced", "asks", "number", "meta.erofs", "data", "filled")
+_BEGUN = ".begun-"
+"""Beside the layers, so that one appears by a change in a single directory."""
+
+
 class LazyCache:
     """All layers of a cache directory."""
 
@@ -185,8 +196,12 @@ class LazyCache:
         self.root = root
         self.scratch = root / "tmp"
         """Emptied here."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        for left in (self.scratch, *root.glob(f"{_BEGUN}*")):
+            shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(parents=True)
+        self._boot = boot_id()
+        self._ready: deque[Path] = deque()
+        self._names = itertools.count()
 
     def layers(self) -> Iterator[str]:
         """Those that have a directory."""
@@ -195,32 +210,52 @@ class LazyCache:
     def path(self, layer: str) -> Path:
         return self.root / layer
 
-    def make(self, layer: str) -> Path:
-        """A directory in which `begin` can begin a layer; what was in it is gone."""
-        scratch = self.scratch / layer
-        if scratch.exists():
-            shutil.rmtree(scratch)
-        scratch.mkdir()
-        return scratch
+    def prepare(self) -> None:
+        """Have directories with empty files ready for the next layers. Blocks; one call at a time. Raises OSError."""
+        while len(self._ready) < READY:
+            begun = self._new()
+            for name in _EMPTY:
+                (begun / name).touch(0o644)
+            self._ready.append(begun)
 
-    def begin(self, layer: str, manifest: bytes, placement: bytes) -> CachedLayer:
-        """Fill the directory that was made for a layer, but for data and metadata: nobody sees it before `finish`.
-        Raises `LayerCorrupt`."""
-        decoded = decode_manifest(manifest, layer)
-        scratch, size = self.scratch / layer, decoded.data_bytes
+    def make(self) -> Path:
+        """A directory in which `begin` can begin a layer; `finish` or `unmake` it."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return self._new()
+
+    def _new(self) -> Path:
+        begun = self.root / f"{_BEGUN}{next(self._names)}"
+        begun.mkdir()
+        return begun
+
+    def begin(self, begun: Path, layer: str, decoded: Manifest, manifest: bytes, placement: bytes) -> CachedLayer:
+        """Fill a directory that was made, but for data, number and metadata: nobody sees it before `finish`.
+        `manifest`: encoded. Raises `LayerCorrupt`."""
+        placed = decode_placement(placement, layer)
+        size = decoded.data_bytes
         bits = max(1, -(-size // (8 * BLOCK)))
         # Promises of nothing need no disk: what is lost of them promises nothing, too.
-        for name, content in (
-            ("manifest.json", manifest),
-            ("placement.json", placement),
-            ("synced", boot_id() + bytes(bits)),
-            ("asks", b""),
+        for name, content, length in (
+            ("manifest.json", manifest, 0),
+            ("placement.json", placement, 0),
+            ("synced", self._boot + bytes(bits), 0),
+            ("asks", b"", 0),
+            ("data", b"", size),
+            ("filled", b"", bits),
         ):
-            (scratch / name).write_bytes(content)
-        for name, length in (("data", size), ("filled", bits)):
-            with open(scratch / name, "wb") as file:
-                file.truncate(length)
-        return CachedLayer(scratch, layer, decoded, decode_placement(placement, layer))
+            with open(begun / name, "wb", buffering=0) as file:
+                if content:
+                    file.write(content)
+                if length:
+                    file.truncate(length)
+        return CachedLayer(begun, layer, (decoded, placed))
+
+    @staticmethod
+    def unmake(begun: Path) -> None:
+        """A layer that was begun can't be finished."""
+        shutil.rmtree(begun, ignore_errors=True)
 
     def finish(self, cached: CachedLayer) -> None:
         """Let a layer that was begun appear: its metadata image is verified and in its place."""

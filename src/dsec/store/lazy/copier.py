@@ -8,6 +8,7 @@ does the same work itself until another one runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import logging
@@ -29,8 +30,10 @@ log = logging.getLogger(__name__)
 
 MOST_CHUNKS = 256
 """Of one job."""
-_JOB = struct.Struct("=QQQIIixxxx")
-"""id, token, offset in the source, count, bytes of the path, nice."""
+_JOB = struct.Struct("=QQQIIiI")
+"""id, token, offset in the source, count, bytes of the path, nice, kind."""
+COPY, PART, CHECK, _HASTEN = range(4)
+"""Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing."""
 _CHUNK = struct.Struct("=QIxxxx32s")
 """offset in the target, size, digest."""
 _DONE = struct.Struct("=QIiII")
@@ -72,19 +75,35 @@ class Copier:
         """Packets for which the socket had no room, with a duplicate of their target."""
 
     def copy(
-        self, source: Path, offset: int, chunks: Sequence[Chunk], target: int, done: Done, *, nice: int, token: int = 0
-    ) -> None:
+        self,
+        source: Path,
+        offset: int,
+        chunks: Sequence[Chunk],
+        target: int,
+        done: Done,
+        *,
+        nice: int,
+        token: int = 0,
+        kind: int = COPY,
+    ) -> int:
         """Chunks that follow each other from `offset` of a file on, to their places in the file `target` (a descriptor,
         which may be closed at once), at this priority; then `done` is called, once. `token`: of a read that waits for
-        just these. Raises `CopierGone`."""
+        just these. Returns the job's number. Raises `CopierGone`."""
         channel = self._channel or self.start()
         self._numbers += 1
         path = os.fsencode(source) + b"\0"
-        head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice)
+        head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice, kind)
         packet = b"".join((head, *(_CHUNK.pack(*chunk) for chunk in chunks), path))
         self._jobs[self._numbers] = _Job(source, chunks, done)
         if self._backlog or not self._send(channel, packet, target):
             self._backlog.append((packet, os.dup(target)))
+        return self._numbers
+
+    def hasten(self, job: int, nice: int) -> None:
+        """Somebody waits for this job from now on."""
+        if self._channel is not None and job in self._jobs and not self._backlog:
+            with contextlib.suppress(OSError):  # it comes at its own pace
+                self._channel.send(_JOB.pack(0, job, 0, 0, 0, nice, _HASTEN))
 
     async def close(self) -> None:
         """End it; nothing is written any more on return. Who waits has `CopierGone`."""

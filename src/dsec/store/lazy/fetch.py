@@ -22,7 +22,7 @@ from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import Chunk, Manifest, Place, check_chunk, iter_runs, metadata_key, pack_key
 from dsec.store.lazy.cache import CachedLayer
-from dsec.store.lazy.copier import Copier, CopierGone
+from dsec.store.lazy.copier import CHECK, PART, Copier, CopierGone
 from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _FIRST_DELAY_S = 0.05
 class _Run:
     """Chunks that one request to the store brings."""
 
-    __slots__ = ("ahead", "began", "chunks", "done", "indexes", "layer", "place", "token")
+    __slots__ = ("ahead", "began", "chunks", "done", "indexes", "job", "layer", "place", "token")
 
     def __init__(
         self,
@@ -74,6 +74,8 @@ class _Run:
         self.token = token
         """Of a read that waits for this alone."""
         self.began = 0.0
+        self.job = 0
+        """Of the copier; 0: it has none, or is in a hurry already."""
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Its result: the token that the holder was told of, or 0."""
 
@@ -157,6 +159,9 @@ class Fetcher:
             run = self._flying.get(key)
             if run is not None:
                 waits[run.done] = None
+                if run.ahead and run.job and self._copier is not None:
+                    self._copier.hasten(run.job, NICE)
+                    run.job = 0
             else:
                 self._queued.pop(key, None)
                 wanted.append(index)
@@ -191,23 +196,31 @@ class Fetcher:
 
     async def _metadata(self, manifest: Manifest, path: Path) -> None:
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
-        source = self._store.file(key) if self._near and size < 1 << 32 else None
+        step = max(_PART_BYTES, -(-size // _PARTS))
+        source = self._store.file(key) if size < 1 << 32 else None
         if self._copier is not None and source is not None:
             with contextlib.suppress(CopierGone):
                 return await self._copy_whole(
-                    self._copier, source, path, Chunk(0, size, bytes.fromhex(manifest.metadata))
+                    self._copier, source, path, Chunk(0, size, bytes.fromhex(manifest.metadata)), step
                 )
-        step = max(_PART_BYTES, -(-size // _PARTS))
         parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
         image = await asyncio.gather(*parts)
         await asyncio.to_thread(_write_whole, path, image, manifest.metadata)
 
     @staticmethod
-    def _copy_whole(copier: Copier, source: Path, path: Path, whole: Chunk) -> asyncio.Future[None]:
-        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with open(path, "wb") as file:
-            copier.copy(source, 0, [whole], file.fileno(), partial(_settle, copied), nice=NICE)
-        return copied
+    async def _copy_whole(copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
+        def begin(source: Path, chunk: Chunk, kind: int) -> asyncio.Future[None]:
+            copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            copier.copy(source, chunk.offset, [chunk], target, partial(_settle, copied), nice=NICE, kind=kind)
+            return copied
+
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            parts = (Chunk(at, min(step, whole.size - at), whole.digest) for at in range(0, whole.size, step))
+            await asyncio.gather(*(begin(source, part, PART) for part in parts))
+            await begin(path, whole, CHECK)
+        finally:
+            os.close(target)
 
     async def timed(self, request: Awaitable[T]) -> T:
         """A request to the store, from which is learnt how far that is."""
@@ -274,7 +287,9 @@ class Fetcher:
             done, nice = partial(self._copied, run), AHEAD_NICE if run.ahead else NICE
             with contextlib.suppress(CopierGone):
                 target = run.layer.data
-                self._copier.copy(path, run.place.offset, run.chunks, target, done, nice=nice, token=run.token)
+                run.job = self._copier.copy(
+                    path, run.place.offset, run.chunks, target, done, nice=nice, token=run.token
+                )
                 return
         self._spawn(run)
 

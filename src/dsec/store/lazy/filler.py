@@ -55,6 +55,7 @@ SYNC_EVERY_S = 20.0
 IDLE_S = 60.0
 _LARGE_BYTES = 256 << 10
 """A manifest that takes long to read."""
+_PREPARE_S = 1.0
 _PUNCHES = 64
 """Holes between two turns of the loop."""
 _NUMBER = "number"
@@ -110,6 +111,7 @@ class Filler:
         self._served: dict[str, _Served] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing: asyncio.Task[None] | None = None
         self._listeners: set[asyncio.StreamWriter] = set()
         self.gone = asyncio.Event()
         """No read will ask any more."""
@@ -120,7 +122,7 @@ class Filler:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 number = int((self.cache.path(layer) / _NUMBER).read_text())
                 self._numbers[number] = layer
-                self._tell(layer, number)
+                self._questions.add(number, layer, self.cache.path(layer))
         self.fetcher.open()
         self._questions.start(self.read, self.gone.set)
 
@@ -165,28 +167,53 @@ class Filler:
             self.fetcher.timed(load_trace(self._store, layer)),
         )
         await _turns()
-        path = self.cache.make(layer) / "meta.erofs"
         manifest, placement, trace = await asked
-        image = asyncio.create_task(self.fetcher.metadata(layer, decode_manifest(manifest, layer), path))
+        decoded = decode_manifest(manifest, layer)
+        begun = self.cache.make()
+        self._prepare_later()
+        image = asyncio.create_task(self.fetcher.metadata(layer, decoded, begun / "meta.erofs"))
         await _turns()
+        number = -1
         try:
             if len(manifest) > _LARGE_BYTES:
-                cached = await asyncio.to_thread(self.cache.begin, layer, manifest, placement)
+                cached = await asyncio.to_thread(self.cache.begin, begun, layer, decoded, manifest, placement)
             else:  # sooner done than a thread is awake
-                cached = self.cache.begin(layer, manifest, placement)
+                cached = self.cache.begin(begun, layer, decoded, manifest, placement)
+            try:
+                self._follow(cached, trace)
+                number = self._number(layer, begun)
+                await image
+                self.cache.finish(cached)
+            except BaseException:
+                await self.fetcher.abandon(layer)
+                if number in self._numbers:
+                    del self._numbers[number]
+                    self._questions.remove(number)
+                cached.close()
+                raise
         except BaseException:
             image.cancel()
+            self.cache.unmake(begun)
             raise
+        return self._serve_as(number, cached, recorder=None if trace else Recorder(self._clock))
+
+    def _prepare_later(self) -> None:
+        """Have directories ready again, once the sandbox that waits has begun."""
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.create_task(self._prepare_soon())
+            self._tasks.add(self._preparing)
+            self._preparing.add_done_callback(self._tasks.discard)
+
+    async def _prepare_soon(self) -> None:
+        await self._clock.sleep(_PREPARE_S)
+        await self.prepare()
+
+    async def prepare(self) -> None:
+        """Make ready what the next layers need."""
         try:
-            self._follow(cached, trace)
-            await image
-            self.cache.finish(cached)
-        except BaseException:
-            image.cancel()
-            await self.fetcher.abandon(layer)
-            cached.close()
-            raise
-        return self._serve(layer, cached, recorder=None if trace else Recorder(self._clock))
+            await asyncio.to_thread(self.cache.prepare)
+        except OSError as error:  # a full disk; the next layer tells
+            log.warning("directories for lazy layers can't be made: %s", error)
 
     async def _again(self, layer: str) -> _Served:
         served = self._serve(layer)
@@ -201,28 +228,32 @@ class Filler:
         count = len(cached.chunks)
         self.fetcher.ahead(cached, [index for index in trace if index < count])
 
-    def _serve(self, layer: str, cached: CachedLayer | None = None, recorder: Recorder | None = None) -> _Served:
-        """Open it, unless it is `cached` already, under its number or a new one."""
+    def _serve(self, layer: str) -> _Served:
+        """Open it, unless it is."""
         served = self._served.get(layer)
         if served is not None:
             return served
-        path = self.cache.path(layer) / _NUMBER
-        if path.exists():
-            number = int(path.read_text())
-        else:
-            number = next((n for n in range(holder.BLOBS) if n not in self._numbers), -1)
-            if number < 0:
-                raise Internal(f"more than {holder.BLOBS} lazy layers", remedy="Let the cache be smaller.")
-            path.write_text(str(number))
-        cached = cached or CachedLayer(self.cache.path(layer), layer)
-        self._numbers[number] = layer
-        self._tell(layer, number)
+        root = self.cache.path(layer)
+        cached = CachedLayer(root, layer)
+        return self._serve_as(self._number(layer, root), cached, None)
+
+    def _serve_as(self, number: int, cached: CachedLayer, recorder: Recorder | None) -> _Served:
         served = _Served(cached, number, Readahead(cached.offsets), recorder)
-        self._served[layer] = served
+        self._served[cached.layer] = served
         return served
 
-    def _tell(self, layer: str, number: int) -> None:
-        self._questions.add(number, layer, self.cache.path(layer))
+    def _number(self, layer: str, root: Path) -> int:
+        """The number of a layer with this directory, or a new one, of which the holder is told."""
+        path = root / _NUMBER
+        kept = path.read_text() if path.exists() else ""
+        number = int(kept) if kept else next((n for n in range(holder.BLOBS) if n not in self._numbers), -1)
+        if number < 0:
+            raise Internal(f"more than {holder.BLOBS} lazy layers", remedy="Let the cache be smaller.")
+        if not kept:
+            path.write_text(str(number))
+        self._numbers[number] = layer
+        self._questions.add(number, layer, root)
+        return number
 
     async def release(self, layer: str) -> None:
         """As in the table above."""
