@@ -37,6 +37,7 @@ from dsec.backends.microvm.find import find_node, probe_machines
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.vm.backend import VmBackend
 from dsec.backends.vm.node import FullNode
+from dsec.builder.fetching import Downloads
 from dsec.builder.service import BuildService
 from dsec.configuration import Config, read_config, read_e2b, read_fusion
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
@@ -388,7 +389,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
         open_layers(config, edge, hosts[0]) as layers,
     ):
         layers.layers.clear_scratch()  # what builds that were killed left
-        builds = BuildService(layers, edge, hosts[0].volume.written)
+        builds = BuildService(layers, edge, hosts[0].volume.written, Downloads(edge.egress))
         await builds.clear()
         verifier = Verifier(
             edge,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -18,6 +21,7 @@ from image_kit import tar
 
 from dsec import Client
 from dsec.errors import BuildFailed, InvalidRequest, Unavailable, Unsupported
+from dsec.spec.network import Network, PermissionOptions
 from server_kit import Server, serving
 from trees import link_store
 
@@ -31,6 +35,9 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     link_store(debian_store, state / "store")  # a store of its own
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
+    (state / "network.toml").write_text(
+        'keys = {private = true}\nhosts = {"files.test" = ["127.0.0.1"], "other.test" = ["127.0.0.1"]}\n'
+    )
     with serving(state) as made:
         yield made
 
@@ -179,7 +186,11 @@ def test_the_command_line_builds(server: Server, tmp_path: Path) -> None:
         ("FROM debian\nCOPY up /", InvalidRequest, "line 2: COPY: 'up': it leads out"),
         ("FROM debian\nCOPY absolute /", InvalidRequest, "line 2: COPY: there is no 'absolute'"),
         ("FROM debian\nCOPY --chown=stranger f /", InvalidRequest, "the image has no user 'stranger'"),
-        ("FROM debian\nADD https://example.com/x /", Unsupported, "line 2: ADD of 'https://example.com/x'"),
+        ("FROM debian\nADD https://example.com/x /", InvalidRequest, "line 2: ADD: the build doesn't name example.com"),
+        ("FROM debian\nADD https://a:b@example.com/x /", InvalidRequest, "line 2: ADD: a URL of example.com holds"),
+        ("FROM debian\nADD git@example.com:a/b.git /", InvalidRequest, "line 2: ADD: 'git@example.com:a/b.git': only"),
+        ("FROM debian\nADD --checksum=sha256:12 http://x/y /z", InvalidRequest, "line 2: ADD: --checksum=sha256:12 is"),
+        ("FROM debian\nADD --checksum=sha256:12 f /z", InvalidRequest, "line 2: ADD --checksum is for a single URL"),
         ("FROM debian\nRUN --mount=type=secret,id=x cat /x", Unsupported, "line 2: RUN --mount=type=secret is not"),
         ("FROM debian\nRUN --mount=type=ssh true", Unsupported, "line 2: RUN --mount=type=ssh is not supported"),
         ("FROM debian\nRUN --mount=type=cache,target=/x,size=1 true", Unsupported, "type=cache,size is not supported"),
@@ -226,6 +237,85 @@ RUN --network=none getent hosts example.com >/none || true
                 box.commands.run("echo $(cat /named | wc -l) $(cat /other | wc -l) $(cat /none | wc -l)").stdout
                 == lines
             )
+
+
+class _Remote(BaseHTTPRequestHandler):
+    """Files of a server elsewhere."""
+
+    CONTENT = bytes(range(256)) * 3000
+
+    def do_GET(self) -> None:
+        port = self.server.server_address[1]
+        moved = {"/moved": f"http://files.test:{port}/kit.tar", "/away": f"http://other.test:{port}/kit.tar"}
+        self.send_response(302 if self.path in moved else 200 if self.path in ("/kit.tar", "/", "/half") else 404)
+        if self.path in moved:
+            self.send_header("Location", moved[self.path])
+        self.send_header("Last-Modified", "Tue, 15 Nov 1994 12:45:26 GMT")
+        self.send_header("Content-Length", str(0 if self.path in moved else len(self.CONTENT)))
+        self.end_headers()
+        if self.path not in moved:
+            self.wfile.write(self.CONTENT[: 1000 if self.path == "/half" else None])
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Remote) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield http.server_address[1]
+        http.shutdown()
+        thread.join()
+
+
+def test_add_fetches_what_the_build_names(client: Client, tmp_path: Path, remote: int) -> None:
+    digest = hashlib.sha256(_Remote.CONTENT).hexdigest()
+    dockerfile = f"""\
+FROM debian
+ARG AT=http://files.test:{remote}
+ADD --checksum=sha256:{digest} $AT/moved /a/
+ADD --chmod=0755 $AT/kit.tar README /b/
+ADD $AT/ /c
+RUN sha256sum /a/moved /b/kit.tar /c | cut -c1-64 | sort -u >/sums; stat -c '%a %u %Y' /c /b/kit.tar >/stats
+"""
+    network: Network = {f"host:files.test:{remote}": PermissionOptions(private=True)}
+    top = context(tmp_path, dockerfile, README="of the context")
+    client.catalog.build_dockerfile(top, "added", network=network)
+    with client.create("added") as box:
+        assert box.commands.run("cat /sums /stats /b/README").check().stdout == (
+            f"{digest}\n600 0 784903526\n755 0 784903526\nof the context"
+        )
+
+
+class _Refused(NamedTuple):
+    line: str
+    private: bool
+    error: type[Exception]
+    message: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _Refused("ADD $AT/kit.tar /", False, BuildFailed, "no address that the build may reach"),
+        _Refused("ADD http://127.0.0.1:$PORT/kit.tar /", True, InvalidRequest, "doesn't name 127.0.0.1 at port"),
+        _Refused("ADD http://other.test:$PORT/kit.tar /", True, InvalidRequest, "doesn't name other.test at port"),
+        _Refused("ADD $AT/away /", True, InvalidRequest, "doesn't name other.test at port"),
+        _Refused("ADD $AT/none /", True, BuildFailed, "answered 404"),
+        _Refused("ADD $AT/half /", True, BuildFailed, "can't be fetched"),
+        _Refused("ADD $AT/ /", True, InvalidRequest, "ends with no file's name"),
+        _Refused("ADD --checksum=sha256:" + "0" * 64 + " $AT/kit.tar /", True, BuildFailed, "not sha256:0000"),
+    ],
+)
+def test_what_add_does_not_fetch(client: Client, tmp_path: Path, remote: int, case: _Refused) -> None:
+    line, private, error, message = case
+    dockerfile = f"FROM scratch\nARG PORT={remote}\nARG AT=http://files.test:{remote}\n{line}\n"
+    network: Network = {f"host:files.test:{remote}": PermissionOptions(private=private)}
+    with pytest.raises(error, match=message) as raised:
+        client.catalog.build_dockerfile(context(tmp_path, dockerfile), "never", network=network)
+    assert "Dockerfile line 4: ADD: " in str(raised.value)
 
 
 def test_links_in_a_stage_lead_nowhere_else(client: Client, tmp_path: Path) -> None:

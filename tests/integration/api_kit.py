@@ -21,14 +21,17 @@ from dsec.api.control import EnvironmentInfo
 from dsec.api.serve import ApiServer
 from dsec.backends.fncall.pool import Jails
 from dsec.backends.fncall.service import FunctionService
+from dsec.builder.fetching import Downloads
 from dsec.builder.service import BuildService
 from dsec.edge.config import SystemClock
 from dsec.edge.node import Edge
+from dsec.egress.node import Egress
 from dsec.errors import Unsupported
 from dsec.grading.containers import ContainerRunner
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
 from dsec.kernel.cgroups import Shape, Slot
+from dsec.plan.permissions import BUILT_IN
 from dsec.store.environments import EnvironmentStore
 from dsec.store.service import LayerService
 
@@ -147,7 +150,7 @@ def make_api(root: Path, edge: Any) -> Api:
         edge,
         environments=lambda project: ENVIRONMENTS,
         layers=layers,
-        builder=BuildService(layers, edge, written),
+        builder=BuildService(layers, edge, written, Downloads(Egress(definitions=BUILT_IN))),
         verifier=Verifier(
             edge,
             written=still,

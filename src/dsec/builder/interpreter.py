@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from dsec.builder.copying import ROOT, Copy, Owner, find_sources, owner_of, text_source
+from dsec.builder.copying import ROOT, Copy, Owner, Source, find_sources, owner_of, text_source
+from dsec.builder.fetching import checksum_of
 from dsec.builder.files import Files
 from dsec.builder.mounting import Mounted
 from dsec.builder.workshop import DEFAULT_SHELL, Stage, Workshop, joined
-from dsec.errors import BuildFailed, InvalidRequest, Unsupported
+from dsec.errors import BuildFailed, InvalidRequest, TooLarge, Unsupported
 from dsec.recipe import words
 from dsec.recipe.dockerfile import (
     NOTED,
@@ -252,22 +253,20 @@ class Interpreter:
         dest = self._expanded(each.line, last, variables, each.escape)
         marks = {heredoc.name: heredoc for heredoc in each.heredocs}
         patterns = [self._expanded(each.line, w, variables, each.escape) for w in raw if not _mark(w, marks)]
-        if each.name == "ADD" and (remote := next((p for p in patterns if _REMOTE.match(p)), None)):
-            raise Unsupported(
-                f"Dockerfile line {each.line}: ADD of {remote[:100]!r}: only local files are supported",
-                remedy="Fetch it in a RUN, with a permission that the build names.",
-                line=each.line,
-            )
+        remote = [p for p in patterns if _REMOTE.match(p)] if each.name == "ADD" else []
+        local = [p for p in patterns if p not in remote]
+        if "checksum" in each.flags and (len(remote), len(local), len(marks)) != (1, 0, 0):
+            raise refuse(each.line, "ADD --checksum is for a single URL")
         name = each.flags.get("from", [""])[0]
         origin, stays = await self._origin(each.line, self._expanded(each.line, name, stage.variables))
         view = await self._workshop.view(stage)
         try:
-            sources = await asyncio.to_thread(find_sources, origin, patterns)
+            sources = await asyncio.to_thread(find_sources, origin, local)
             owner = self._owner(each, variables, view.files, stays=stays)
         except ValueError as error:
             raise refuse(each.line, f"{each.name}: {error}") from None
         into = dest.endswith("/") or dest in (".", "..") or dest.endswith(("/.", "/.."))
-        if len(sources) + len(marks) > 1 and not into:
+        if len(sources) + len(marks) + len(remote) > 1 and not into:
             raise refuse(each.line, f"{each.name} of several files: the destination has to end with /")
         copy = Copy(
             origin,
@@ -284,12 +283,33 @@ class Interpreter:
             content = self._content(each, heredoc, variables)
             files, source = text_source(name, content)
             copies.append(copy._replace(files=files, sources=[source], owner=owner or ROOT, unpack=False))
+        for url in remote:
+            files, source = await self._fetched(each, url, variables)
+            if into and not source.name:
+                raise refuse(
+                    each.line, f"ADD: {url[:200]!r} ends with no file's name", "Say one as the destination's end."
+                )
+            copies.append(copy._replace(files=files, sources=[source], owner=owner or ROOT, unpack=False))
         title = f"Dockerfile line {each.line}: {each.name} {each.text}"[:300]
         try:
             await self._workshop.copy(stage, copies, title)
         except (InvalidRequest, ValueError) as error:
             message = error.message if isinstance(error, InvalidRequest) else str(error)
             raise refuse(each.line, f"{each.name}: {message}") from error
+
+    async def _fetched(self, each: Instruction, url: str, variables: Mapping[str, str]) -> tuple[Files, Source]:
+        try:
+            checksum = None
+            if "checksum" in each.flags:
+                checksum = checksum_of(self._expanded(each.line, each.flags["checksum"][0], variables, each.escape))
+            return await self._workshop.fetch(url, checksum)
+        except ValueError as error:
+            raise refuse(each.line, f"ADD: {error}") from None
+        except InvalidRequest as error:
+            raise refuse(each.line, f"ADD: {error.message}", error.remedy) from error
+        except (BuildFailed, TooLarge) as error:
+            message = f"Dockerfile line {each.line}: ADD: {error.message}"
+            raise type(error)(message, remedy=error.remedy, line=each.line) from error
 
     async def _origin(self, line: int, name: str) -> tuple[Files, bool]:
         """Where a COPY or a mount takes its files from, and whether they stay their owners'. `name`: of a stage or an

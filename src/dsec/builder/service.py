@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from dsec.builder.fetching import Downloads
 from dsec.builder.files import Files, leave_out, load_archive
 from dsec.builder.interpreter import Interpreter
 from dsec.builder.memory import Memory
@@ -55,11 +56,18 @@ class BuildOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class BuildService:
     """The builds of one node."""
 
-    def __init__(self, layers: LayerService, edge: EdgeClient, written: Callable[[str], tuple[Path, int]]) -> None:
+    def __init__(
+        self,
+        layers: LayerService,
+        edge: EdgeClient,
+        written: Callable[[str], tuple[Path, int]],
+        downloads: Downloads,
+    ) -> None:
         """`written`: what a sandbox has written, as `Volume.written`."""
         self.layers = layers
         self._edge = edge
         self._written = written
+        self._downloads = downloads
         self._memory = Memory(layers.layers)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +117,8 @@ class BuildService:
                     self._edge,
                     self._written,
                     self._memory,
+                    self._downloads,
+                    scratch=Path(scratch),
                     project=principal.project,
                     say=say,
                     network=network,

@@ -12,11 +12,13 @@ import posixpath
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.builder.copying import ROOT, Copy, Entries, Owner, Source
+from dsec.builder.fetching import Downloads
 from dsec.builder.files import Files, Layers
 from dsec.builder.memory import NOTHING, Memory, key_of
 from dsec.builder.mounting import CACHE, Mounted, Mounts
@@ -88,7 +90,9 @@ class Workshop:
         edge: EdgeClient,
         written: Callable[[str], tuple[Path, int]],
         memory: Memory,
+        downloads: Downloads,
         *,
+        scratch: Path,
         project: str,
         say: Say,
         network: Network,
@@ -96,8 +100,8 @@ class Workshop:
         fresh: bool = False,
         platform: str | None = None,
     ) -> None:
-        """`written`: what a sandbox has written, as `Volume.written`. `network`: what commands may reach. `fresh`:
-        remembered steps don't count."""
+        """`written`: what a sandbox has written, as `Volume.written`. `scratch`: a directory of this build. `network`:
+        what commands may reach. `fresh`: remembered steps don't count."""
         self._service = service
         self._store = service.layers
         self._edge = edge
@@ -109,11 +113,16 @@ class Workshop:
         self._limits = limits
         self.fresh = fresh
         self._platform = platform
+        self._downloads = downloads
+        self._scratch = scratch
         self._views: list[Layers] = []
+        self._fetched: list[BinaryIO] = []
 
     def close(self) -> None:
         for view in self._views:
             view.close()
+        for file in self._fetched:
+            file.close()
 
     # --- beginning ---
 
@@ -361,6 +370,13 @@ class Workshop:
         else:
             self.say("  as before")
         await self._push(stage, known)
+
+    async def fetch(self, url: str, checksum: str | None) -> tuple[Files, Source]:
+        """What a URL has, as `Downloads.fetch`."""
+        path = self._scratch / f"fetched-{len(self._fetched)}"
+        file: BinaryIO = await asyncio.to_thread(path.open, "x+b")
+        self._fetched.append(file)
+        return await self._downloads.fetch(self._network, url, checksum, file, self._limits.step_timeout_s)
 
     async def directory(self, stage: Stage, path: str, owner: Owner = ROOT) -> None:
         """Make a directory where the stage hasn't got it; those on the way are root's. Raises `InvalidRequest`."""

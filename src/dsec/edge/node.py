@@ -95,6 +95,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
         self._events = events
         self._notes = Notes(events, trajectories)
         self._trajectories = trajectories
+        self.egress = egress
         self._networks = Networks(egress=egress, journal=journal, notes=self._notes, connect=self._connect_named)
         self._tripwires = Tripwires(events, state.key)
         self._lives = Lives(

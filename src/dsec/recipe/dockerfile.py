@@ -27,7 +27,7 @@ _FLAGS = {
     "FROM": {"platform"},
     "RUN": {"network", "mount"},
     "COPY": {"from", "chown", "chmod", "link", "exclude"},
-    "ADD": {"chown", "chmod", "link", "exclude"},
+    "ADD": {"chown", "chmod", "link", "exclude", "checksum"},
     "HEALTHCHECK": {"interval", "timeout", "start-period", "start-interval", "retries"},
 }
 _EXEC = frozenset({"RUN", "CMD", "ENTRYPOINT", "SHELL", "COPY", "ADD", "VOLUME"})
