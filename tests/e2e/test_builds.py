@@ -36,7 +36,7 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     (state / "network.toml").write_text(
-        'keys = {private = true}\nhosts = {"files.test" = ["127.0.0.1"], "other.test" = ["127.0.0.1"]}\n'
+        'keys = {private = true}\nhosts = {"files.example" = ["127.0.0.1"], "other.example" = ["127.0.0.1"]}\n'
     )
     with serving(state) as made:
         yield made
@@ -246,7 +246,7 @@ class _Remote(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         port = self.server.server_address[1]
-        moved = {"/moved": f"http://files.test:{port}/kit.tar", "/away": f"http://other.test:{port}/kit.tar"}
+        moved = {"/moved": f"http://files.example:{port}/kit.tar", "/away": f"http://other.example:{port}/kit.tar"}
         self.send_response(302 if self.path in moved else 200 if self.path in ("/kit.tar", "/", "/half") else 404)
         if self.path in moved:
             self.send_header("Location", moved[self.path])
@@ -274,13 +274,13 @@ def test_add_fetches_what_the_build_names(client: Client, tmp_path: Path, remote
     digest = hashlib.sha256(_Remote.CONTENT).hexdigest()
     dockerfile = f"""\
 FROM debian
-ARG AT=http://files.test:{remote}
+ARG AT=http://files.example:{remote}
 ADD --checksum=sha256:{digest} $AT/moved /a/
 ADD --chmod=0755 $AT/kit.tar README /b/
 ADD $AT/ /c
 RUN sha256sum /a/moved /b/kit.tar /c | cut -c1-64 | sort -u >/sums; stat -c '%a %u %Y' /c /b/kit.tar >/stats
 """
-    network: Network = {f"host:files.test:{remote}": PermissionOptions(private=True)}
+    network: Network = {f"host:files.example:{remote}": PermissionOptions(private=True)}
     top = context(tmp_path, dockerfile, README="of the context")
     client.catalog.build_dockerfile(top, "added", network=network)
     with client.create("added") as box:
@@ -301,8 +301,8 @@ class _Refused(NamedTuple):
     [
         _Refused("ADD $AT/kit.tar /", False, BuildFailed, "no address that the build may reach"),
         _Refused("ADD http://127.0.0.1:$PORT/kit.tar /", True, InvalidRequest, "doesn't name 127.0.0.1 at port"),
-        _Refused("ADD http://other.test:$PORT/kit.tar /", True, InvalidRequest, "doesn't name other.test at port"),
-        _Refused("ADD $AT/away /", True, InvalidRequest, "doesn't name other.test at port"),
+        _Refused("ADD http://other.example:$PORT/kit.tar /", True, InvalidRequest, "doesn't name other.example at port"),
+        _Refused("ADD $AT/away /", True, InvalidRequest, "doesn't name other.example at port"),
         _Refused("ADD $AT/none /", True, BuildFailed, "answered 404"),
         _Refused("ADD $AT/half /", True, BuildFailed, "can't be fetched"),
         _Refused("ADD $AT/ /", True, InvalidRequest, "ends with no file's name"),
@@ -311,8 +311,8 @@ class _Refused(NamedTuple):
 )
 def test_what_add_does_not_fetch(client: Client, tmp_path: Path, remote: int, case: _Refused) -> None:
     line, private, error, message = case
-    dockerfile = f"FROM scratch\nARG PORT={remote}\nARG AT=http://files.test:{remote}\n{line}\n"
-    network: Network = {f"host:files.test:{remote}": PermissionOptions(private=private)}
+    dockerfile = f"FROM scratch\nARG PORT={remote}\nARG AT=http://files.example:{remote}\n{line}\n"
+    network: Network = {f"host:files.example:{remote}": PermissionOptions(private=private)}
     with pytest.raises(error, match=message) as raised:
         client.catalog.build_dockerfile(context(tmp_path, dockerfile), "never", network=network)
     assert "Dockerfile line 4: ADD: " in str(raised.value)
