@@ -26,6 +26,7 @@ from dsec.cluster.certificates import Certificate, make_certificate
 from dsec.cluster.creating import Creations
 from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cluster, read_credentials
 from dsec.cluster.fanout import Fanout
+from dsec.cluster.fresh import Freshness
 from dsec.cluster.gate import Gate
 from dsec.cluster.handing import Handing
 from dsec.cluster.iam import Authority, IamRecord
@@ -188,6 +189,7 @@ def serve_api(
     listening: Listening,
     *,
     lost_s: float,
+    cut_off_s: float,
     replicas: int,
     overflow: Path | None = None,
     log_bytes: int = 0,
@@ -205,7 +207,14 @@ def serve_api(
             bus = await open_bus(joining.urls, credentials)
             undo.push_async_callback(bus.close)
             api = await undo.enter_async_context(
-                open_cluster(bus, lost_s=lost_s, replicas=replicas, overflow=elastic, log_bytes=log_bytes)
+                open_cluster(
+                    bus,
+                    lost_s=lost_s,
+                    cut_off_s=cut_off_s,
+                    replicas=replicas,
+                    overflow=elastic,
+                    log_bytes=log_bytes,
+                )
             )
             server = ApiServer(api, listening.host, listening.port)
             await server.start()
@@ -219,10 +228,17 @@ def serve_api(
 
 @asynccontextmanager
 async def open_cluster(
-    bus: Bus, *, lost_s: float, replicas: int, overflow: OverflowConfig | None = None, log_bytes: int = 0
+    bus: Bus,
+    *,
+    lost_s: float,
+    cut_off_s: float,
+    replicas: int,
+    overflow: OverflowConfig | None = None,
+    log_bytes: int = 0,
 ) -> AsyncIterator[ClusterApi]:
-    """An apiserver's parts. `log_bytes`: what the streams of logs may hold, all together (0: what the servers have room
-    for). Raises `Unavailable`."""
+    """An apiserver's parts. `cut_off_s`: without word from a majority of the servers for so long it takes no keys.
+    `log_bytes`: what the streams of logs may hold, all together (0: what the servers have room for). Raises
+    `Unavailable`."""
     instance = f"{APISERVER}-{secrets.token_hex(6)}"
     iam = Iam()
     bounds = Bounds(iam)
@@ -234,8 +250,10 @@ async def open_cluster(
     )
     async with AsyncExitStack() as undo:
         nodes = Nodes(bus, await bus.bucket("dsec_members", Member, replicas=replicas), scheduler)
-        authority = Authority(await bus.bucket("dsec_iam", IamRecord, replicas=replicas), iam)
-        keys = Keys(await bus.bucket("dsec_keys", KeyRecord, replicas=replicas), authority)
+        rights = await bus.bucket("dsec_iam", IamRecord, replicas=replicas)
+        records = await bus.bucket("dsec_keys", KeyRecord, replicas=replicas)
+        authority, fresh = Authority(rights, iam), Freshness(cut_off_s, rights, records)
+        keys = Keys(records, authority, fresh)
         audit = await Audit.open(bus, replicas)
         runs = ClusterRuns(bus, await bus.bucket("dsec_runs", RunRecord, replicas=replicas), nodes)
         quotas = Quotas(bus, await bus.bucket("dsec_ledgers", Ledger, replicas=replicas), authority, scheduler, bounds)
@@ -254,7 +272,7 @@ async def open_cluster(
             elastic = OverflowKeeper(overflow, nodes, machines, instance=instance, urls=bus.urls)
             elastic.start()
             undo.push_async_callback(elastic.close)
-        for each in (authority, keys, runs, moves):
+        for each in (authority, keys, fresh, runs, moves):
             each.start()
             undo.push_async_callback(each.close)
         await quotas.start()

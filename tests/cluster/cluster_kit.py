@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from guardian import Guardian
+from spaces import Space, Spaces
 
 import server_kit
 from dsec import AsyncClient
@@ -33,6 +36,7 @@ from dsec.kernel import census
 from free_port import free_port
 
 SOURCES = Path(__file__).parents[2] / "src"
+LOOPBACK = "127.0.0.1"
 PATIENCE_S = 120.0
 LOST_S = 300.0
 """A node that is started again on a busy machine isn't to be taken for lost."""
@@ -56,12 +60,27 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 class Process:
     """One of the cluster's."""
 
-    def __init__(self, name: str, log: Path, arguments: list[str], port: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        arguments: list[str],
+        port: int,
+        environment: dict[str, str],
+        *,
+        space: Space | None = None,
+        guardian: Guardian | None = None,
+    ) -> None:
+        """`space`: where its network is. `guardian`: who ends it if we can't."""
         self.name = name
         self.log = log
         self.port = port
         self.arguments = arguments
-        self._environment = environment
+        self.space = space
+        self.address = LOOPBACK if space is None else space.address
+        self.url = f"http://{self.address}:{port}"
+        self._guardian = guardian
+        self.environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -73,8 +92,15 @@ class Process:
         """Begin to start it."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.arguments, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.arguments if self.space is None else self.space.command(*self.arguments),
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[] if self.space is None else [self.space.descriptor],
             )
+        if self._guardian is not None:
+            self._guardian.tell("pid", self._process.pid)
 
     def wait(self) -> None:
         """Until it listens."""
@@ -83,7 +109,13 @@ class Process:
 
     def listens(self) -> bool:
         with socket.socket() as sock:
-            return not sock.connect_ex(("127.0.0.1", self.port))
+            sock.settimeout(5)
+            return not sock.connect_ex((self.address, self.port))
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def runs(self) -> bool:
@@ -94,6 +126,10 @@ class Process:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def pause(self, paused: bool) -> None:
+        """SIGSTOP or SIGCONT."""
+        os.kill(self.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def signal(self) -> None:
         """SIGTERM, if it runs."""
@@ -157,6 +193,15 @@ class Last(server_kit.Server):
         return super().environment() | store
 
 
+def end_state(state: Path, store: Path | None) -> None:
+    """Whatever the edge of this state left on the host."""
+    if census.take(state) != census.Census() or read_config(state).run.exists():
+        server = Last(state, store)
+        server.start()
+        server.stop()
+    assert not read_config(state).run.exists()
+
+
 class Cluster:
     """All of it."""
 
@@ -169,29 +214,37 @@ class Cluster:
         apiservers: int,
         store: Path | None = None,
         tls: bool = False,
+        spaces: Spaces | None = None,
     ) -> None:
-        """`store`: the shared one of all edges. `tls`: to the NATS servers."""
+        """`store`: the shared one of all edges. `tls`: to the NATS servers. `spaces`: where each process has a network
+        of its own; it must be possible to reach them from here."""
+        self.spaces = spaces
+        self.guardian = None if spaces is None else Guardian(directory / "guardian.log")
         self.directory = directory
         self.store = store
         self.states = states
         make_cluster(directory / "keys", len(states) + 2)
         secured = nats_tls(directory) if tls else ""
         self.replicas = servers
+        places = [self._space() for _ in range(servers)]
         ports = [(free_port(), free_port()) for _ in range(servers)]
-        routes = ", ".join(f"nats-route://127.0.0.1:{route}" for _, route in ports)
+        hosts = [LOOPBACK if place is None else place.address for place in places]
+        routes = ", ".join(f"nats-route://{host}:{route}" for host, (_, route) in zip(hosts, ports, strict=True))
         self.nats = []
         binary = shutil.which("nats-server", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert binary is not None, "nats-server comes with the extra `cluster`"
         for number, (port, route) in enumerate(ports):
             conf = directory / f"nats-{number}.conf"
-            cluster = f"cluster {{ name: c, listen: 127.0.0.1:{route}, routes: [{routes}] }}\n" if servers > 1 else ""
+            host = hosts[number]
+            cluster = f"cluster {{ name: c, listen: {host}:{route}, routes: [{routes}] }}\n" if servers > 1 else ""
             conf.write_text(
-                f'server_name: n{number}\nlisten: 127.0.0.1:{port}\ninclude "keys/nats.conf"\n{secured}'
+                f'server_name: n{number}\nlisten: {host}:{port}\ninclude "keys/nats.conf"\n{secured}'
                 f'jetstream {{ store_dir: "{directory}/nats-{number}" }}\n' + cluster
             )
-            log = directory / f"nats-{number}.log"
-            self.nats.append(Process(f"nats-{number}", log, [binary, "-c", str(conf)], port, {**os.environ}))
-        self.urls = [f"{'tls' if tls else 'nats'}://127.0.0.1:{port}" for port, _ in ports]
+            self.nats.append(self._process(f"nats-{number}", [binary, "-c", str(conf)], port, space=places[number]))
+        self.urls = [
+            f"{'tls' if tls else 'nats'}://{host}:{port}" for host, (port, _) in zip(hosts, ports, strict=True)
+        ]
         self.apis = [self._api(number) for number in range(apiservers)]
         self.edges = [self._edge(number + 1, state) for number, state in enumerate(states)]
         self.key = ""
@@ -199,23 +252,48 @@ class Cluster:
     def command(self, verb: str, credentials: str) -> list[str]:
         joined = [part for url in self.urls for part in ("--join", url)]
         keys = str(self.directory / "keys" / f"{credentials}.json")
-        return [sys.executable, "-m", "dsec.cli.main", *verb.split(), *joined, "--credentials", keys]
+        plain = [] if self.spaces is None else ["--plain"]
+        return [sys.executable, "-m", "dsec.cli.main", *verb.split(), *joined, *plain, "--credentials", keys]
+
+    def _space(self) -> Space | None:
+        return None if self.spaces is None else self.spaces.add()
+
+    def _process(
+        self, name: str, arguments: list[str], port: int, *, space: Space | None, **environment: str
+    ) -> Process:
+        log = self.directory / f"{name}.log"
+        environment = {**os.environ, "PYTHONPATH": str(SOURCES), **environment}
+        return Process(name, log, arguments, port, environment, space=space, guardian=self.guardian)
+
+    def _serving(self, verb: str, credentials: str, port: int, space: Space | None) -> list[str]:
+        host = [] if space is None else ["--host", space.address]
+        return [*self.command(verb, credentials), "--port", str(port), *host]
 
     def _api(self, number: int) -> Process:
-        port = free_port()
-        arguments = [*self.command("apiserver", "apiserver"), "--port", str(port), "--lost-after", str(LOST_S)]
-        arguments += ["--replicas", str(self.replicas)]
-        environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-        return Process(f"api-{number}", self.directory / f"api-{number}.log", arguments, port, environment)
+        port, space = free_port(), self._space()
+        arguments = self._serving("apiserver", "apiserver", port, space)
+        arguments += ["--lost-after", str(LOST_S), "--replicas", str(self.replicas)]
+        return self._process(f"api-{number}", arguments, port, space=space)
 
     def _edge(self, number: int, state: Path) -> Process:
-        port = free_port()
-        arguments = [*self.command("edge", f"edge-{number}"), "--port", str(port)]
+        port, space = free_port(), self._space()
+        arguments = self._serving("edge", f"edge-{number}", port, space)
         arguments += ["--label", f"n={number}", "--on-exit", "destroy"]
-        environment = {**os.environ, "PYTHONPATH": str(SOURCES), "DSEC_STATE": str(state)}
+        environment = {"DSEC_STATE": str(state)}
         if self.store is not None:
             environment["DSEC_STORE"] = str(self.store)
-        return Process(f"edge-{number}", self.directory / f"edge-{number}.log", arguments, port, environment)
+        if self.guardian is not None:
+            self.guardian.tell("state", state, self.store or "")
+        return self._process(f"edge-{number}", arguments, port, space=space, **environment)
+
+    def twin(self, edge: Process, state: Path) -> Process:
+        """Another process that claims to be this edge, on this state."""
+        assert self.guardian is not None
+        self.guardian.tell("state", state, self.store or "")
+        arguments = [str(free_port()) if word == str(edge.port) else word for word in edge.arguments]
+        environment = edge.environment | {"DSEC_STATE": str(state)}
+        log = self.directory / f"{edge.name}-twin.log"
+        return Process(f"{edge.name}-twin", log, arguments, 0, environment, space=edge.space, guardian=self.guardian)
 
     def use(self, processes: list[Process], **options: str) -> None:
         """Begin these with other options."""
@@ -255,12 +333,12 @@ class Cluster:
         raise AssertionError(done.stderr)
 
     def client(self, api: int = 0) -> AsyncClient:
-        return AsyncClient(f"http://127.0.0.1:{self.apis[api].port}", self.key)
+        return AsyncClient(self.apis[api].url, self.key)
 
     def get(self, path: str, api: Process | None = None) -> Any:
         """What an apiserver answers, decoded. Raises OSError."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{(api or self.apis[0]).port}{path}", headers={"authorization": f"Bearer {self.key}"}
+            f"{(api or self.apis[0]).url}{path}", headers={"authorization": f"Bearer {self.key}"}
         )
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
@@ -268,7 +346,7 @@ class Cluster:
     def post(self, path: str, api: Process | None = None) -> bytes:
         """What an apiserver answers. Raises OSError."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{(api or self.apis[0]).port}{path}",
+            f"{(api or self.apis[0]).url}{path}",
             method="POST",
             headers={"authorization": f"Bearer {self.key}"},
         )
@@ -300,16 +378,25 @@ class Cluster:
             for process in some:
                 process.stop()
         for state in self.states:
-            if census.take(state) != census.Census() or read_config(state).run.exists():
-                server = Last(state, self.store)
-                server.start()
-                server.stop()
-            assert not read_config(state).run.exists()
+            end_state(state, self.store)
+        if self.guardian is not None:
+            self.guardian.done()
 
     def logs(self) -> str:
         """The ends of all logs, for a failure."""
         names = [process.log for process in (*self.nats, *self.apis, *self.edges)]
         return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in names if path.exists())
+
+
+@contextmanager
+def apart() -> Iterator[Spaces]:
+    """Namespaces of their own for a cluster; this thread is in another one of them."""
+    spaces = Spaces()
+    try:
+        with spaces.add().entered():
+            yield spaces
+    finally:
+        spaces.close()
 
 
 @contextmanager
@@ -323,9 +410,10 @@ def running(
     store: Path | None = None,
     tls: bool = False,
     prepare: Callable[[Cluster], None] = lambda cluster: None,
+    spaces: Spaces | None = None,
 ) -> Iterator[Cluster]:
     """A cluster; nothing of it is left in the end. `arguments`: more of each apiserver's."""
-    cluster = Cluster(directory, states, servers=servers, apiservers=apiservers, store=store, tls=tls)
+    cluster = Cluster(directory, states, servers=servers, apiservers=apiservers, store=store, tls=tls, spaces=spaces)
     for api in cluster.apis:
         api.arguments += arguments
     prepare(cluster)

@@ -73,17 +73,29 @@ def test_when_many_fall_silent_together_the_network_is_suspected() -> None:
 def test_a_flapping_node_is_kept_out_until_it_was_calm() -> None:
     made = watch(*range(8))
     now = 0.0
-    for _ in range(3):
-        now += 5
+    for _ in range(15):
+        now += 1
+        for edge in (0, 1, 2, *((3, 4, 5, 6, 7) if now % 5 == 0 else ())):
+            hear(made, edge, now)
         made.tick(now)
-        for edge in range(8):
-            placeable = hear(made, edge, now)
-    assert not placeable
-    assert made.health(3) is Health.FLAPPING
+    assert {made.health(edge) for edge in range(3, 8)} == {Health.FLAPPING}
+    assert not hear(made, 3, now)
+    for edge in range(3):
+        made.lost(edge)
+    assert hear(made, 3, now), "there is nobody else"
     for _ in range(int(POLICY.calm_s) + 2):
         now += 1
-        placeable = hear(made, 3, now)
-    assert placeable
+        hear(made, 3, now)
+    assert made.health(3) is Health.WELL
+
+
+def test_a_watcher_that_stood_still_blames_nobody() -> None:
+    made = watch(1, 2, 3)
+    for now in (1.0, 2.0, 60.0):
+        made.connected(now, True)
+        assert made.tick(now) == []
+    made.connected(61.0, True)
+    assert hear(made, 1, 61.0)
 
 
 def test_a_slow_node_gets_only_a_probe_now_and_then() -> None:

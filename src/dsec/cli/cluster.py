@@ -75,6 +75,13 @@ def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: A
     help="Seconds of a node's silence.",
 )
 @click.option(
+    "--cut-off-after",
+    type=click.FloatRange(5, 86400),
+    default=30.0,
+    show_default=True,
+    help="Seconds without word from a majority of the servers, then no keys are taken.",
+)
+@click.option(
     "--overflow",
     type=click.Path(path_type=Path),
     help="A file that says how nodes for overflow are started and stopped: docs/DEPLOY.md.",
@@ -82,7 +89,9 @@ def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: A
 @click.option(
     "--log-mib", type=click.IntRange(0), default=0, help="What logs may take in the servers; 0: all there is."
 )
-def apiserver(lost_after: float, replicas: int, overflow: Path | None, log_mib: int, **options: Any) -> int:
+def apiserver(
+    lost_after: float, cut_off_after: float, replicas: int, overflow: Path | None, log_mib: int, **options: Any
+) -> int:
     """Run an apiserver of a cluster, in the foreground. It keeps nothing: any number may run, and any may die."""
     app = _app()
     return int(
@@ -90,6 +99,7 @@ def apiserver(lost_after: float, replicas: int, overflow: Path | None, log_mib: 
             _joining(app, options),
             _listening(app, options),
             lost_s=lost_after,
+            cut_off_s=cut_off_after,
             replicas=replicas,
             overflow=overflow,
             log_bytes=log_mib << 20,

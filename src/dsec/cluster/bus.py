@@ -91,7 +91,8 @@ class Bus:
             raise Unavailable(f"nothing took {subject}: {error or type(error).__name__}") from error
 
     async def stream(self, name: str, subjects: str, *, replicas: int, keep_s: float, most_bytes: int) -> None:
-        """A stream, made where it isn't there; a full one takes nothing more. Raises `Unavailable`."""
+        """A stream, made where it isn't there; a full one takes nothing more, until it is given more room. Raises
+        `Unavailable`."""
         config = StreamConfig(
             name=name,
             subjects=[subjects],
@@ -104,9 +105,12 @@ class Bus:
 
         async def look_or_make() -> object:
             try:
-                return await self._stream.stream_info(name)
+                found = await self._stream.stream_info(name)
             except NotFoundError:
                 return await self._stream.add_stream(config)
+            if found.config.max_bytes == most_bytes:
+                return found
+            return await self._stream.update_stream(config)
 
         await _patiently(name, look_or_make)
 
@@ -152,7 +156,10 @@ class Bus:
             except BucketNotFoundError:
                 return await self._stream.create_key_value(config)
 
-        return Bucket(await _patiently(name, open_or_make), kind)
+        async def last() -> int:
+            return int((await self._stream.stream_info(f"KV_{name}")).state.last_seq)
+
+        return Bucket(await _patiently(name, open_or_make), kind, last)
 
     async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
         """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
@@ -165,13 +172,14 @@ class Bus:
             storage=StorageType.FILE,
             allow_direct=True,
         )
-        try:
+
+        async def look_or_make() -> object:
             try:
-                await self._stream.stream_info(name)
+                return await self._stream.stream_info(name)
             except NotFoundError:
-                await self._stream.add_stream(config)
-        except (NatsError, TimeoutError) as error:
-            raise Unavailable(f"the stream {name!r} isn't there: {error or type(error).__name__}") from error
+                return await self._stream.add_stream(config)
+
+        await _patiently(name, look_or_make)
         return Log(self._stream, name, subject)
 
     async def close(self) -> None:
@@ -213,9 +221,20 @@ class Log:
 class Bucket(Generic[T]):
     """Records of one kind by key."""
 
-    def __init__(self, store: KeyValue, kind: type[T]) -> None:
+    def __init__(self, store: KeyValue, kind: type[T], last: Callable[[], Awaitable[int]]) -> None:
+        """Use `Bus.bucket`."""
+        self.heard = 0
+        """The last revision that `follow` has told."""
+        self._last = last
         self._store = store
         self._decode = msgspec.json.Decoder(kind).decode
+
+    async def last(self) -> int:
+        """The revision of the last change, as the server says that speaks for a majority. Raises `Unavailable`."""
+        try:
+            return await self._last()
+        except (NatsError, TimeoutError, OSError) as error:
+            raise _unavailable(error) from error
 
     async def get(self, key: str) -> tuple[int, T | None]:
         """Its revision and value; None where there is none (the revision then is what `put_if` takes). A moment old at
@@ -276,10 +295,10 @@ class Bucket(Generic[T]):
             entry = await watcher.updates(timeout=3600.0)
             if entry is None:
                 caught_up()
-            elif entry.operation in ("DEL", "PURGE"):
-                changed(entry.key, None, int(entry.revision))
-            else:
-                changed(entry.key, self._decode(entry.value), int(entry.revision))
+                continue
+            gone = entry.operation in ("DEL", "PURGE")
+            changed(entry.key, None if gone else self._decode(entry.value), int(entry.revision))
+            self.heard = max(self.heard, int(entry.revision))
 
 
 async def open_bus(urls: list[str], credentials: Credentials) -> Bus:

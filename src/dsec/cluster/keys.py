@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.cluster.bus import Bucket
+from dsec.cluster.fresh import Freshness
 from dsec.cluster.iam import Authority, Caller
 from dsec.edge.access import digest
 from dsec.edge.client import ApiKey
@@ -70,8 +71,10 @@ class Wish(Struct, frozen=True, kw_only=True):
 class Keys:
     """For the event loop."""
 
-    def __init__(self, bucket: Bucket[KeyRecord], authority: Authority) -> None:
+    def __init__(self, bucket: Bucket[KeyRecord], authority: Authority, fresh: Freshness | None = None) -> None:
+        """`fresh`: what says whether what is known is; None: for somebody who asks nothing by it."""
         self._authority = authority
+        self._fresh = fresh
         self.ready = asyncio.Event()
         self._bucket = bucket
         self._looking = asyncio.Lock()
@@ -89,9 +92,12 @@ class Keys:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def authenticate(self, bearer: str) -> Caller:
-        """Whose key this is. Raises `Unauthenticated`, `Unavailable` before keys and projects are known."""
+        """Whose key this is. Raises `Unauthenticated`, `Unavailable` before keys and projects are known, and when they
+        aren't known any more."""
         if not (self.ready.is_set() and self._authority.ready.is_set()):
             raise Unavailable("this server has just begun to learn about the cluster", remedy="Try again.")
+        if self._fresh is not None:
+            self._fresh.check()
         hashed = digest(bearer)
         found = self._known.get(hashed)
         if found is None and _FORM.fullmatch(bearer):
@@ -246,5 +252,5 @@ class Keys:
 
 
 def _good(key: KeyRecord) -> bool:
-    now = time.time()
-    return (key.revoked_at is None or key.revoked_at > now) and (key.expires_at is None or key.expires_at > now)
+    """What is revoked is, whatever this machine's clock says."""
+    return key.revoked_at is None and (key.expires_at is None or key.expires_at > time.time())

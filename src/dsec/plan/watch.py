@@ -5,10 +5,11 @@ node's clock matters. The rules:
 
 - *silent*: no report for `silent_s`. Nothing new is placed there; calls are told to come again.
 - *due*: silent for `lost_s`. The watcher asks for it to be fenced (`Verdict.FENCE`); only the fence makes it lost
-  (`lost`), and only a new claim brings it back. No verdict while the watcher itself is cut off, or while more than
-  `mass` of all nodes went silent together, which says more about the network between than about the nodes: those are
-  fenced after `mass_lost_s`.
-- *flapping*: it went silent `flaps` times within `flap_s`. It is kept out until it was well for `calm_s`.
+  (`lost`), and only a new claim brings it back. No verdict while the watcher itself is cut off or stood still, or while
+  more than `mass` of all nodes went silent together, which says more about the network between than about the nodes:
+  those are fenced after `mass_lost_s`.
+- *flapping*: it went silent `flaps` times within `flap_s`. It is kept out until it was well for `calm_s`, while there
+  are others that are well.
 - *slow*: its creations take `slow_ratio` times the cluster's median, at least `slow_ms`, `slow_reports` reports in a
   row. It gets nothing until it is better, but once in `probe_s` a little, to find out.
 """
@@ -87,6 +88,7 @@ class Watch:
         self._nodes: dict[int, _Watched] = {}
         self._median_ms = 0.0
         self._connected_since: float | None = None
+        self._looked = 0.0
 
     def join(self, facts: NodeFacts, now: float) -> None:
         """A node has claimed its number, again or for the first time. What is known of its flapping stays."""
@@ -96,11 +98,13 @@ class Watch:
             node.flaps = before.flaps
 
     def connected(self, now: float, connected: bool) -> None:
-        """Whether the watcher itself hears the cluster: after a gap every node's silence begins anew."""
+        """Whether the watcher itself hears the cluster, said once a second or so: after a gap every node's silence
+        begins anew. Not to be called for `silent_s` is a gap too: the watcher itself stood still."""
         if not connected:
             self._connected_since = None
-        elif self._connected_since is None:
+        elif self._connected_since is None or now - self._looked >= self.policy.silent_s:
             self._connected_since = now
+        self._looked = now
 
     def hear(self, report: NodeReport, now: float) -> tuple[NodeReport, bool] | None:
         """A report has come. Returns it with its numbers bounded, and whether the node may be given sandboxes; None
@@ -184,4 +188,6 @@ class Watch:
         if node.health is Health.SLOW and now - node.probed >= self.policy.probe_s:
             node.probed = now
             return True
+        if node.health is Health.FLAPPING:
+            return not any(other.health is Health.WELL for other in self._nodes.values())
         return node.health is Health.WELL

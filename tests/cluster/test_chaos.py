@@ -1,0 +1,87 @@
+"""The conformance suite through every apiserver of a real cluster, in network namespaces of its own, while edges,
+apiservers and NATS servers are killed one at a time and started again.
+
+Long, by hand: DSEC_TEST_CHAOS_S=1800 pytest -s tests/cluster/test_chaos.py; then processes also stand still and are cut
+off, and all cases are run over and over. DSEC_TEST_CHAOS_SEED chooses another order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import chaos_suite
+import pytest
+from chaos_monkey import Monkey, summary
+from chaos_suite import Outcome, Runner, ThroughApis, Verdict
+from cluster_kit import Cluster, apart, running, until
+
+from dsec import Client
+from server_kit import Server
+
+LONG_S = float(os.environ.get("DSEC_TEST_CHAOS_S", "0"))
+SEED = int(os.environ.get("DSEC_TEST_CHAOS_SEED", "7"))
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600 + 2 * LONG_S)]
+
+
+@pytest.fixture(scope="module")
+def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("chaos")
+    states = [state_over(directory / f"state-{number}") for number in (1, 2, 3)]
+    with apart() as spaces, running(directory, states, spaces=spaces) as made:
+        yield made
+
+
+def test_the_suite_while_parts_of_the_cluster_die(cluster: Cluster) -> None:
+    monkey = Monkey(cluster, seed=SEED, pause_s=1.0 if LONG_S else 0.2)
+    chosen = chaos_suite.cases(None if LONG_S else chaos_suite.SHORT)
+    urls = [api.url for api in cluster.apis]
+    runners = []
+    for number in range(len(urls)):
+        key = cluster.make_key("--project", f"chaos-{number}")
+        factory = ThroughApis([*urls[number:], *urls[:number]], key)
+        runners.append(Runner(factory, chosen, monkey.goes_on.is_set))
+    kills = (lambda: monkey.until(time.monotonic() + LONG_S)) if LONG_S else monkey.once
+    threads = [threading.Thread(target=each, name="chaos") for each in (*runners, kills)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outcomes = [outcome for runner in runners for outcome in runner.outcomes]
+    print("chaos:", summary(monkey.blows))  # noqa: T201
+    print("cases:", told(outcomes))  # noqa: T201
+    for each in (monkey, *runners):
+        assert each.failed is None, each.failed
+    for runner in runners:
+        passed = {outcome.case for outcome in runner.outcomes if outcome.verdict in (Verdict.PASSED, Verdict.SKIPPED)}
+        assert passed == {case.name for case in chosen}
+    wrong = [outcome for outcome in outcomes if outcome.verdict is Verdict.WRONG]
+    assert not wrong, "\n".join(f"{each.case}:\n{each.why}" for each in wrong)
+    strange = [
+        each for each in outcomes if each.verdict is Verdict.LOST and not monkey.disturbed(each.began, each.ended)
+    ]
+    assert not strange, f"lost while nothing was dead: {strange}"
+    assert len(monkey.blows) >= len(cluster.edges) + len(cluster.apis) + len(cluster.nats)
+    nothing_is_left(cluster)
+
+
+def told(outcomes: list[Outcome]) -> str:
+    """For a person to read."""
+    counts = Counter(outcome.verdict.value for outcome in outcomes)
+    lost = Counter(outcome.why for outcome in outcomes if outcome.verdict is Verdict.LOST)
+    return json.dumps({**counts, "lost": lost}, indent=1)
+
+
+def nothing_is_left(cluster: Cluster) -> None:
+    """No sandbox in any project, none on any host."""
+    servers = [Server(state) for state in cluster.states]
+    until(lambda: all(server.difference(set()) == "" for server in servers), "no sandbox is on any node")
+    for api in cluster.apis:
+        with Client(api.url, cluster.key) as client:
+            assert client.list() == []
+    until(lambda: not any(node["live"] for node in cluster.get("/v1/nodes")["nodes"]), "the nodes say so")
