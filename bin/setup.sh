@@ -31,6 +31,7 @@ _dsec_packages() {
         command -v docker-registry >/dev/null || missing+=(docker-registry)
         command -v dpkg-scanpackages >/dev/null || missing+=(dpkg-dev)
         command -v git >/dev/null || missing+=(git)
+        command -v ip >/dev/null || missing+=(iproute2)
         command -v npm >/dev/null || missing+=(npm)
         compgen -G '/usr/lib/*/faketime/libfaketime.so.1' >/dev/null || missing+=(libfaketime)
         command -v systemd-analyze >/dev/null || missing+=(systemd)
