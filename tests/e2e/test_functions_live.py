@@ -106,6 +106,7 @@ def test_an_exception_with_its_traceback(client: Client) -> None:
         ("return object()", "ResultRefused"),
         ("x = []; x.append(x); return x", "ResultRefused"),
         ("return {(1, 2): 3}", "ResultRefused"),
+        ("return ['\\ud800']", "ResultRefused"),
         ("return 1 << 64", "ResultRefused"),
         ("return b'x' * (1 << 30)", "ResultRefused"),
         ("return 'x' * (20 << 20)", "ResultRefused"),
@@ -119,6 +120,7 @@ def test_an_exception_with_its_traceback(client: Client) -> None:
         ("import ctypes; ctypes.string_at(0)", "NoResult"),
         ("import os; os.closerange(0, 100)", "NoResult"),
         ("import sys; sys.stdout.close(); sys.stdout = None; return 1", ""),
+        ("import sys\n    class S:\n        def flush(self): raise SystemExit\n    sys.stdout = S(); return 1", ""),
         ("return missing", "NameError"),
     ],
 )
@@ -139,6 +141,32 @@ def test_syntax_errors_and_nulls(client: Client) -> None:
         with pytest.raises(InvalidRequest):
             call(client, source)
     assert call(client, "def f(x): return x", "\0").value == "\0"
+
+
+def test_files_that_have_no_place(client: Client) -> None:
+    """What can be seen before is refused; what the call's own place has no room for is told by the call."""
+    for files in ({"a": b"", "a/b": b""}, {"x" * 256: b""}, {"d/" + "x" * 256 + "/y": b""}):
+        for language in ("python", "bash"):
+            with pytest.raises(InvalidRequest, match="the file"):
+                client.function("x", language=language, files=files).run()
+    with pytest.raises(InvalidRequest, match="lies below"):
+        client.function("def f(): pass", "f", files={"a": b""}).run(files={"a/b": b""})
+    with pytest.raises(InvalidRequest, match="lies below"):
+        client.function("x", language="bash", files={"main.sh/x": b""}).run()
+    function = client.function("def f(): pass", "f", files={".shm": b""})  # a directory of the cell's
+    result = function.run()
+    assert (result.ok, result.infra, result.error and result.error.type) == (False, False, "IsADirectoryError")
+    result = client.function("print(1)", files={".shm": b""}).run()
+    assert (result.ok, result.exit_code, b".shm" in result.stderr) == (False, 126, True)
+
+
+def test_too_much_output_is_told_however_fast(client: Client) -> None:
+    limits = FunctionLimits(output_bytes=10)
+    for wait in (0.0, 0.05):
+        source = f"import time\ndef f():\n    print('x' * 11); time.sleep({wait}); return 1"
+        result = call(client, source, limits=limits)
+        assert (result.ok, result.cause, result.truncated) == (False, Cause.OUTPUT_LIMIT, True)
+        assert result.stdout == b"x" * 10
 
 
 def test_bad_requests(client: Client) -> None:

@@ -7,16 +7,18 @@ and working directory; nothing of it is left when `run` returns or is cancelled;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from msgspec import Struct
 
-from dsec.errors import CreateFailed, QuotaExceeded
+from dsec.errors import CreateFailed, InvalidRequest, QuotaExceeded
 from dsec.grading.tools import NOT_FOUND
 from dsec.spec.causes import Cause
 from dsec.spec.judging import JudgeLimits
 from dsec.spec.sandbox import ExecStatus
+
+_LONGEST_NAME = 255
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -48,6 +50,19 @@ class Ran(Struct, frozen=True, kw_only=True):
     def missing(self) -> bool:
         """The command itself wasn't there."""
         return self.status.exit_code == NOT_FOUND and self.status.cause is Cause.START_FAILED
+
+
+def check_files(paths: Iterable[bytes]) -> None:
+    """Raise `InvalidRequest` for files that can't be beside each other: one below another, or with a name that is too
+    long for one."""
+    known = set(paths)
+    for path in known:
+        parts = path.split(b"/")
+        long = any(len(part) > _LONGEST_NAME for part in parts)
+        if long or any(b"/".join(parts[:count]) in known for count in range(1, len(parts))):
+            why = "has a name that is too long" if long else "lies below another file"
+            shown = path[:200].decode(errors="replace")
+            raise InvalidRequest(f"the file {shown!r} {why}", field="files")
 
 
 class Runner(Protocol):

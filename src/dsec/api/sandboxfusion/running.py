@@ -20,7 +20,8 @@ from dsec.api.sandboxfusion.wire import (
 )
 from dsec.errors import InvalidRequest, SandboxEnded, Unsupported
 from dsec.grading.judge import Judge, missing, run_job
-from dsec.grading.running import Job, Ran
+from dsec.grading.running import Job, Ran, check_files
+from dsec.grading.tools import TOOLS
 from dsec.plan.turns import Path
 from dsec.spec.causes import Cause
 from dsec.spec.judging import JudgeLimits
@@ -48,6 +49,8 @@ class Program:
         self.files = {
             _path(name): _decoded(name, content) for name, content in request.files.items() if content is not None
         }
+        tool = TOOLS[language]
+        check_files({*self.files, tool.source, tool.made})
         self.fetch = {_path(name): name for name in request.fetch_files}
 
 

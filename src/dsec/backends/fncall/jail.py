@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections import deque
@@ -21,8 +22,10 @@ from dsec.backends.fncall.host import JailHost
 from dsec.backends.fncall.lane import Lane
 from dsec.backends.fncall.messages import Kind, Message
 from dsec.errors import CreateFailed, DsecError, Unsupported
-from dsec.kernel.cgroups import Shape
+from dsec.kernel.cgroups import Shape, Slot
 from dsec.spec.sandbox import GIB, MIB
+
+log = logging.getLogger(__name__)
 
 SHAPE = Shape(memory_bytes=8 * GIB, cpus=float(os.cpu_count() or 1), pids=16384)
 """Of a jail itself: the warden, the warm parent, the first processes of cells."""
@@ -172,11 +175,14 @@ class FunctionJail:
         if len(self._lanes) >= messages.LANES or self.broken is not None:
             return
         index = len(self._lanes)
+        slot: Slot | None = None
         try:
             slot = self._host.take_slot(f"{self.name}l{index}", self._project, LANE_SHAPE)
             lane = Lane(index, slot, LANE_SHAPE, self._host.promise)
             groups = lane.groups()
         except OSError as error:
+            if slot is not None:
+                self._host.give_back(slot)
             raise CreateFailed(f"the host refused cgroups for a call: {error}", remedy="See `dsec doctor`.") from error
         self._lanes.append(lane)
         try:
@@ -189,10 +195,7 @@ class FunctionJail:
     def rest(self) -> None:
         """Nobody has called for a while: end the cells that a few calls at a time don't need."""
         while len(self._ready) > AHEAD and self.broken is None:
-            lane = self._ready.pop()
-            lane.drop()
-            self._send(Message(Kind.STOP, lane.index))
-            self._resting.append(lane)
+            self._let_rest(self._ready.pop())
 
     async def directory(self, lane: Lane) -> int:
         """A descriptor of the /tmp of the lane's cell; the caller closes it. What is in it is hostile. Raises
@@ -207,8 +210,18 @@ class FunctionJail:
         if self.broken is not None:
             raise self.broken
 
+    def _let_rest(self, lane: Lane) -> None:
+        lane.drop()
+        self._send(Message(Kind.STOP, lane.index))
+        self._resting.append(lane)
+
     def _prepare(self, lane: Lane) -> None:
-        theirs, out, err = lane.begin()
+        try:
+            theirs, out, err = lane.begin()
+        except OSError as error:  # no descriptors are to be had; who waits is told in time
+            log.error("no descriptors for a function call: %s", error)
+            self._let_rest(lane)
+            return
         self._preparing += 1
         try:
             self._send(Message(Kind.NEXT, lane.index, int(self.warm)), theirs.fileno(), out, err)

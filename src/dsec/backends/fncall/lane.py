@@ -51,18 +51,32 @@ class Lane:
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(inner)
         os.mkdir(inner)
-        return [os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in (inner, *self.slot.v1)]
+        opened: list[int] = []
+        with contextlib.ExitStack() as failed:
+            for path in (inner, *self.slot.v1):
+                opened.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                failed.callback(os.close, opened[-1])
+            failed.pop_all()
+        return opened
 
     def begin(self) -> tuple[socket.socket, int, int]:
         """Fresh descriptors for the next cell: the other ends, for the caller to pass on and close. Raises OSError."""
         self.drop()
         self._call, theirs = socket.socketpair()
         self._call.setblocking(False)
-        out, err = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(out[0], False)
-        os.set_blocking(err[0], False)
-        self._pipes = (out[0], err[0])
-        return theirs, out[1], err[1]
+        writing: list[int] = []
+        try:
+            for _ in range(2):
+                end, other = os.pipe2(os.O_CLOEXEC)
+                self._pipes += (end,)
+                writing.append(other)
+                os.set_blocking(end, False)
+        except OSError:
+            theirs.close()
+            for fd in writing:
+                os.close(fd)
+            raise
+        return theirs, writing[0], writing[1]
 
     def drop(self) -> None:
         """Let go of the call. Idempotent."""

@@ -81,7 +81,12 @@ def pack(value, out, limit, depth=0):
     elif kind is str:
         if len(value) > limit:
             raise Refused(f"more than {limit} bytes")
-        data = value.encode("utf-8", "replace")
+        try:
+            data = value.encode()
+        except UnicodeEncodeError:
+            raise Refused(
+                "text with half of a surrogate pair, as os.listdir has it for names that aren't UTF-8"
+            ) from None
         head(out, len(data), 0xA0, 31, (0xD9, 0xDA, 0xDB))
         out += data
     elif kind in (bytes, bytearray, memoryview):
@@ -132,28 +137,43 @@ def serve_call(end=os._exit):
         answer(compiled(call), end)
     if call["env"]:
         os.environ.update(call["env"])
-    for name, content in call["files"].items():
-        if os.path.dirname(name):
-            os.makedirs(os.path.dirname(name), exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
-    if call["stdin"]:
-        stdin = os.memfd_create("stdin")
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(call["stdin"])
-        os.lseek(stdin, 0, os.SEEK_SET)
-        os.dup2(stdin, 0)
-        os.close(stdin)
-    if call["name"] == "":
+    refused = furnish(call) if call["files"] or call["stdin"] else None
+    if refused and call["name"]:
+        answer(failure(type(refused).__qualname__, f"its files can't be put there: {refused}", ""), end)
+    elif refused:
+        sys.stderr.write(f"its files can't be put there: {refused}\n")
+        sys.stderr.flush()
+        os._exit(126)
+    elif call["name"] == "":
         run_program(call)
     else:
         packed = run_function(call)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError, AttributeError):  # closed, or replaced by something else
+            except BaseException:  # closed, or replaced by something else
                 pass
         answer(packed, end)
+
+
+def furnish(call):
+    """Its files and its stdin. The error where there is no room for them."""
+    try:
+        for name, content in call["files"].items():
+            if os.path.dirname(name):
+                os.makedirs(os.path.dirname(name), exist_ok=True)
+            with open(name, "wb") as file:
+                file.write(content)
+        if call["stdin"]:
+            stdin = os.memfd_create("stdin")
+            with open(stdin, "wb", closefd=False) as file:
+                file.write(call["stdin"])
+            os.lseek(stdin, 0, os.SEEK_SET)
+            os.dup2(stdin, 0)
+            os.close(stdin)
+    except OSError as error:
+        return error
+    return None
 
 
 def answer(packed, end):
@@ -223,6 +243,7 @@ def find(call):
 
 def failure(kind, message, trace):
     said = {"type": kind[:200], "message": message[:MAX_TEXT], "traceback": trace[-MAX_TEXT:]}
+    said = {name: text.encode("utf-8", "replace").decode() for name, text in said.items()}
     packed = bytearray()
     pack({"error": said}, packed, 1 << 20)
     return packed

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dsec.backends.fncall.host import JailHost
 from dsec.backends.fncall.jail import AHEAD, SHAPE, FunctionJail
-from dsec.errors import DsecError, QuotaExceeded
+from dsec.errors import CreateFailed, DsecError, QuotaExceeded
 from dsec.ports import Clock
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,10 @@ class Jails:
                 await jail.start_parent(self._code, key.imports, dict(key.env) | PARENT_ENV)
             for _ in range(AHEAD):
                 jail.add_lane()
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(jail.close())
+            if isinstance(error, OSError):
+                raise CreateFailed(f"the host refused a function environment: {error}", remedy="Try again.") from error
             raise
         jail.used_at = self._clock.monotonic()
         self._jails[key] = jail

@@ -10,8 +10,9 @@ import stat
 from collections.abc import Mapping
 
 from dsec.backends.fncall import messages
+from dsec.backends.fncall.calling import calling
 from dsec.backends.fncall.pool import Jails, Key
-from dsec.backends.fncall.run import Ended, Run
+from dsec.backends.fncall.run import Ended
 from dsec.errors import InvalidRequest
 from dsec.grading.running import Job, Ran
 from dsec.spec.causes import Cause
@@ -49,26 +50,15 @@ class CellRunner:
     async def _run(
         self, key: Key, call: bytes, limits: FunctionLimits, given: list[int], job: Job
     ) -> tuple[Ended, dict[bytes, bytes]]:
-        jail = await self._jails.use(key)
-        try:
-            lane = await jail.take()
+        async with calling(self._jails, key, call, limits, answers=False, fds=given) as begun:
+            ended = await begun.run.done
+            if not job.fetch:
+                return ended, {}
+            top = await begun.jail.directory(begun.lane)
             try:
-                run = Run(lane, call, limits, answers=False, fds=given)
-                try:
-                    ended = await run.done
-                    if not job.fetch:
-                        return ended, {}
-                    top = await jail.directory(lane)
-                    try:
-                        return ended, _fetched(top, job)
-                    finally:
-                        os.close(top)
-                finally:
-                    run.stop()
+                return ended, _fetched(top, job)
             finally:
-                jail.give(lane)
-        finally:
-            self._jails.left(jail)
+                os.close(top)
 
 
 def _limits(limits: JudgeLimits) -> FunctionLimits:

@@ -81,10 +81,7 @@ class Run:
         self._timer = self._loop.call_later(min(_UNWATCHED_S, limits.wall_s), self._look)
         if answers:
             self._loop.add_reader(lane.call, self._readable)
-        if fds:
-            sent = socket.send_fds(lane.call, [payload[:_CHUNK]], fds)
-            self._payload = self._payload[sent:]
-        self._write()
+        self._write(fds)
         lane.meter.begin()  # while it wakes up
 
     def stop(self) -> None:
@@ -104,8 +101,10 @@ class Run:
 
     # --- what comes and goes ---
 
-    def _write(self) -> None:
+    def _write(self, fds: Sequence[int] = ()) -> None:
         try:
+            if fds:
+                self._payload = self._payload[socket.send_fds(self._lane.call, [self._payload[:_CHUNK]], fds) :]
             while self._payload:
                 self._payload = self._payload[self._lane.call.send(self._payload[:_CHUNK]) :]
         except (BlockingIOError, InterruptedError):
@@ -243,8 +242,8 @@ class Run:
                 left -= size
         if self._truncated:
             ended.truncated = True
-            if ended.cause is Cause.EXITED and not ended.exit_code and ended.answer is None:
-                ended.cause = Cause.OUTPUT_LIMIT
+            if ended.cause is Cause.EXITED and not ended.exit_code:  # also where it was too fast to be ended for it
+                ended.cause, ended.answer = Cause.OUTPUT_LIMIT, None
         if ended.cause in (Cause.COMMAND_TIMEOUT, Cause.OUTPUT_LIMIT, Cause.KILLED) and not ended.exit_code:
             ended.exit_code, ended.signal = 128 + signal.SIGKILL, signal.SIGKILL
         ended.stdout, ended.stderr = bytes(self._streams[0]), bytes(self._streams[1])

@@ -20,12 +20,13 @@ import msgspec
 from msgspec import Struct
 
 from dsec.backends.fncall.at_once import CallAtOnce
+from dsec.backends.fncall.calling import calling
 from dsec.backends.fncall.pool import Jails, Key
 from dsec.backends.fncall.programs import CellRunner
 from dsec.backends.fncall.run import Ended, Run
 from dsec.errors import CallerError, CreateFailed, DsecError, InvalidRequest, PlatformError, Unsupported
 from dsec.grading.programs import Programs, compile_job
-from dsec.grading.running import Job
+from dsec.grading.running import Job, check_files
 from dsec.grading.slots import Slots
 from dsec.grading.tools import TOOLS
 from dsec.plan.turns import Path
@@ -202,19 +203,8 @@ class FunctionService:
         raise AssertionError
 
     async def _ended(self, key: Key, limits: FunctionLimits, payload: bytes, *, answers: bool) -> Ended:
-        jail = await self._jails.use(key)
-        try:
-            lane = await jail.take()
-            try:
-                run = Run(lane, payload, limits, answers=answers)
-                try:
-                    return await run.done
-                finally:
-                    run.stop()
-            finally:
-                jail.give(lane)
-        finally:
-            self._jails.left(jail)
+        async with calling(self._jails, key, payload, limits, answers=answers) as call:
+            return await call.run.done
 
     async def _code(self, caller: Path, key: Key, spec: FunctionSpec, count: int) -> bytes:
         """The source compiled, for workers to begin with; b"" where that isn't worth a call, or fails. Made by a worker
@@ -371,6 +361,11 @@ def check(batch: FunctionBatch) -> None:
         parts = name.split("/")
         if not name or name.startswith("/") or ".." in parts or "" in parts or "\0" in name or len(name) > 1000:
             raise InvalidRequest(f"{name!r} is not a relative path below the working directory", field="files")
+    tool = TOOLS[spec.language]
+    own = [] if spec.language is Language.PYTHON else [f"/tmp/{tool.name}".encode(), tool.made]
+    for files in (spec.files, *(call.files for call in batch.calls)):
+        if files:
+            check_files([*own, *(f"/tmp/{name}".encode() for name in {**spec.files, **files})])
     for name, value in spec.env.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
             raise InvalidRequest(f"{name!r} can't be a variable", field="env")
