@@ -156,7 +156,7 @@ if sys.platform == "linux":
 
         with _alone(debian_store.parent):
             kernels = KernelStore(debian_store.parent)
-            if not kernels.list():
+            if not any(kernel.leads_out for kernel in kernels.list()):
                 kernels.import_package()
         return debian_store.parent / "templates"
 

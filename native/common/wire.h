@@ -152,6 +152,8 @@ enum dsec_kind {
                               closes that direction alone. Records on stderr: 'c' when it is connected; 'e' and the u64 number of bytes on
                               stdout when the other side has ended its direction. Ends with code 0 when both have, or with start_failed
                               (STAGE_CONNECT) */
+    DSEC_WAY_OUT = 10,     /* of a virtual machine: the way out of its programs, served until RELEASE; see WAYS OUT. start_failed
+                              (STAGE_WAY_OUT) where its kernel lacks what that takes */
 };
 
 enum dsec_tag {
@@ -220,7 +222,7 @@ enum dsec_end {
 };
 enum dsec_stage {
     STAGE_NONE = 0, STAGE_USER = 1, STAGE_CWD = 2, STAGE_EXEC = 3, STAGE_FORK = 4, STAGE_CGROUP = 5, STAGE_FILE = 6, STAGE_REQUEST = 7,
-    STAGE_TERMINAL = 8, STAGE_CONNECT = 9,
+    STAGE_TERMINAL = 8, STAGE_CONNECT = 9, STAGE_WAY_OUT = 10,
 };
 #define EXIT_TRUNCATED 1   /* flags: output was lost to the cap */
 
@@ -247,6 +249,27 @@ struct dsec_exit {
  *   A file that appears in a directory which itself just appeared may be told as created twice. An atomic WRITE shows as 'c' and 'w' of
  *   its target (a new file), or 'w' alone. */
 #define DSEC_EVENT_SIZE 8
+
+/* WAYS OUT. A container's edge has sockets inside the sandbox's net namespace; a machine's guest has them instead, and tells. Each side writes
+ * records to the streams of WAY_OUT (the guest to stdout, the edge to stdin):
+ *   u8 kind, u8 0, u16 size of what follows (at most DSEC_FLOW_DATA), u32 flow; bytes
+ * A flow is a TCP connection of a program's. The guest numbers them, rising, never twice; a record for one that is over is ignored. Each
+ * side may send DSEC_FLOW_WINDOW bytes in each flow, and as many more as the other's CREDIT says that were taken. Everything that the
+ * guest says is a wish. Of QUERY and ANSWER the number is the query's. */
+#define DSEC_FLOW_HEADER 8
+#define DSEC_FLOW_DATA 16384
+#define DSEC_FLOW_WINDOW 65536
+#define DSEC_MAX_FLOWS 1024      /* of one machine at once; more wait in its kernel */
+enum dsec_flow {
+    FLOW_READY = 1,              /* the guest's first: from here on programs reach it. Flow 0 */
+    FLOW_OPEN = 2,               /* from the guest: 4 bytes IPv4 address, u16 port: whom the program believes to be connected to */
+    FLOW_DATA = 3,               /* at least one byte */
+    FLOW_END = 4,                /* no more data from this side; a flow with both is over */
+    FLOW_RESET = 5,              /* the flow is over; the program, or who it spoke to, sees a reset */
+    FLOW_CREDIT = 6,             /* u32: at least 1 */
+    FLOW_QUERY = 7,              /* from the guest: a DNS query */
+    FLOW_ANSWER = 8,             /* from the edge: the answer to it */
+};
 
 /* Descriptors that the zygote hands to the guest by execve:
  *   3 control socket (SEQPACKET; each message carries one fresh channel), 4 the first channel, 5 the sandbox's cgroup v2 directory. */

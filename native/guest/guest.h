@@ -12,6 +12,7 @@
  *   terminal.c the terminal of a command that has one
  *   vm.c       what comes before all that where the guest is the first program of a virtual machine
  *   files.c, tree.c, inotify.c, connect.c  file calls, watching, connections, in a forked child that has become the named user
+ *   wayout.c   the way out of a virtual machine's programs, in one too
  *
  * Invariants. One thread. Nothing blocks but epoll_wait: whatever might (paths, users, execve) is done in a forked child. Memory per
  * operation is bounded by the window. Every descriptor is close-on-exec. Structures that an epoll event may name are freed only at
@@ -266,7 +267,7 @@ struct identity {
 int user_resolve(const char *spec, struct identity *identity); /* spec NULL: root; blocking: for the child */
 int user_become(const struct identity *identity);
 
-/* --- files.c, tree.c, inotify.c, connect.c ------------------------------------------------------------------------------------------------------- */
+/* --- files.c, tree.c, inotify.c, connect.c, wayout.c ------------------------------------------------------------------------------------------------------- */
 
 struct place { /* a directory and a name in it */
     int dir;
@@ -276,6 +277,7 @@ _Noreturn void file_call(const struct request *request, int report);
 _Noreturn void file_fail(int error, const char *what);
 void watch_tree(const struct request *request);
 void connect_and_pump(const struct request *request, int report);
+_Noreturn void serve_way_out(int report);
 bool is_temporary(const char *name, bool *fresh); /* of a WRITE under way; fresh: its target didn't exist */
 int open_path(int dir, const char *path, uint64_t flags); /* a descriptor; ends the call where it fails */
 void refuse_procfs(int fd);

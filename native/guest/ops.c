@@ -265,7 +265,8 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
     guest.highest_op = id;
     op->id = id;
     op->kind = request.kind;
-    op->flags = request.flags | (request.kind == DSEC_WRITE || request.kind == DSEC_CONNECT || request.flags & EF_PTY ? EF_STDIN : 0);
+    bool takes = request.kind == DSEC_WRITE || request.kind == DSEC_CONNECT || request.kind == DSEC_WAY_OUT || request.flags & EF_PTY;
+    op->flags = request.flags | (takes ? EF_STDIN : 0);
     op->output_cap = SEEN(&request, TAG_OUTPUT_CAP) ? request.output_cap : UINT64_MAX;
     op->key_size = request.key_size;
     if (request.key_size) memcpy(op->key, request.key, request.key_size);

@@ -3,7 +3,7 @@
  * the host's /proc would leave a directory entry for each namespace, all in one chain that every later write has to walk.
  *
  * A namespace *with a way out* has two sockets besides, which are the edge's though they live inside: a TCP listener and a UDP socket, to
- * which the kernel hands over (firewall.c) what programs send to other addresses than loopback. So no program inside serves or sees it,
+ * which the kernel hands over (common/firewall.c) what programs send to other addresses than loopback. So no program inside serves or sees it,
  * and nothing is copied through the guest. The zygote keeps duplicates: an edge's death loses no connection that waits, and nobody
  * inside can take the ports. They are bound to an address that nothing else is reached by, so that they can't be connected to as themselves.
  */
@@ -19,12 +19,11 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
+#include "firewall.h"
 #include "sys.h"
 #include "zygote.h"
 
 #define POOL_MAX 1024
-#define FIRST_PORT 61053 /* above those that the kernel gives to clients, so that few programs want it */
-#define PORTS 1024       /* that are tried: a program that holds them all keeps the network from its own sandbox */
 
 struct pool {
     struct network have[POOL_MAX];
@@ -35,21 +34,14 @@ struct pool {
 static struct pool pools[2]; /* without, with a way out */
 static unsigned want;
 
-/* Bound to the edge's address and to a port that nobody inside has; -errno. */
 static int bind_one(int type, uint16_t *port) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(EDGE_ADDRESS)};
-    int on = 1, fd = socket(AF_INET, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0 || setsockopt(fd, IPPROTO_IP, IP_TRANSPARENT, &on, sizeof on) < 0) goto failed;
-    for (unsigned number = FIRST_PORT; number > FIRST_PORT - PORTS; number--) {
-        *port = (uint16_t)number;
-        address.sin_port = htons(*port);
-        if (bind(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd_up(fd);
-        if (errno != EADDRINUSE) break;
-    }
-failed:;
-    int error = -errno;
-    if (fd >= 0) close(fd);
-    return error;
+    int fd = firewall_bind(type, port);
+    return fd < 0 ? fd : fd_up(fd);
+}
+
+static int netfilter(void) {
+    int fd = filter_netfilter_socket();
+    return fd < 0 ? -errno : fd;
 }
 
 /* A way out for the net namespace that this thread is in. The listener doesn't listen yet: until an edge makes it, connections are refused. */
@@ -57,7 +49,7 @@ static int open_way(struct network *network) {
     uint16_t tcp_port = 0, udp_port = 0;
     int error = network->tcp = bind_one(SOCK_STREAM, &tcp_port);
     if (error >= 0) error = network->udp = bind_one(SOCK_DGRAM, &udp_port);
-    if (error >= 0) error = firewall_make(tcp_port, udp_port);
+    if (error >= 0) error = firewall_make(tcp_port, udp_port, netfilter());
     if (error < 0) network_close(network);
     return error < 0 ? error : 0;
 }

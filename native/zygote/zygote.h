@@ -8,7 +8,7 @@
  *   inside.c    the inside: what the cloned child does until it executes the guest
  *   filter.c    the seccomp filter, loaded once, inherited by everything
  *   network.c   the pool of net namespaces, and a sandbox's way out
- *   firewall.c  that way, as the kernel is told
+ *   ../common/firewall.c  that way, as the kernel is told
  *
  * DESCRIPTORS. A child must not pay for the descriptors of its siblings (copying and closing them grows with the number of live
  * sandboxes). So the child is cloned with a shared table and first of all takes a copy of its lowest part, FD_LOW. There live only
@@ -120,10 +120,6 @@ int filter_load_second(void);
 /* A NETLINK_NETFILTER socket, which the filter lets nobody else make; -1 and errno. */
 int filter_netfilter_socket(void);
 
-/* Of a documentation net: what the edge's sockets are bound to in each namespace. */
-#define EDGE_ADDRESS 0xc0000201u
-/* The route and the chain that lead to EDGE_ADDRESS, in the net namespace that this thread is in. 0 or -errno. */
-int firewall_make(uint16_t tcp_port, uint16_t udp_port);
 
 /* A net namespace with lo up, and a way out if asked for. 0 or -errno. Whose it becomes: the caller's. */
 int network_take(bool way, struct network *network);

@@ -136,6 +136,11 @@ class Operation(Protocol):
         ...
 
 
+def is_under_way(operation: Operation) -> bool:
+    """It has not ended, and is somebody's: not the edge's own."""
+    return operation.end is None and operation.kind is not Kind.WAY_OUT
+
+
 class GuestChannel(Protocol):
     """The edge's end of the channel into one sandbox."""
 

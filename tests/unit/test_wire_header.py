@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsec.spec import operations
-from dsec.wire import entries, events, frames, session
+from dsec.wire import entries, events, flows, frames, session
 
 HEADER = Path(__file__).parents[2] / "native" / "common" / "wire.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
@@ -38,6 +38,7 @@ def members(enum: type[IntEnum] | type[IntFlag]) -> dict[str, int]:
         ("dsec_exec_flag", "EF_", operations.ExecFlag),
         ("dsec_end", "END_", operations.EndKind),
         ("dsec_stage", "STAGE_", operations.Stage),
+        ("dsec_flow", "FLOW_", flows.FlowKind),
     ],
 )
 def test_enums_agree(name: str, prefix: str, ours: type[IntEnum] | type[IntFlag]) -> None:
@@ -69,6 +70,10 @@ def test_every_frame_type_has_a_rule() -> None:
         ("DSEC_MAX_WATCHES", frames.MAX_WATCHES),
         ("DSEC_ENTRY_SIZE", entries.ENTRY_SIZE),
         ("DSEC_EVENT_SIZE", events.EVENT_SIZE),
+        ("DSEC_FLOW_HEADER", flows.HEADER_SIZE),
+        ("DSEC_FLOW_DATA", flows.MAX_DATA),
+        ("DSEC_FLOW_WINDOW", flows.WINDOW),
+        ("DSEC_MAX_FLOWS", flows.MAX_FLOWS),
         ("EXIT_TRUNCATED", session.EXIT_TRUNCATED),
     ],
 )

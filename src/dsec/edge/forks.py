@@ -24,7 +24,7 @@ from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks, log
 from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, Unsupported
 from dsec.journal.records import Record
-from dsec.ports import Captured, CaptureHost, ForkHost
+from dsec.ports import Captured, CaptureHost, ForkHost, is_under_way
 from dsec.spec.events import EventType
 from dsec.spec.sandbox import State
 
@@ -58,7 +58,7 @@ class Forks:
     def _settled(self, sandbox: Sandbox) -> int:
         """The number of the last entry of its trajectory where nothing is under way inside, no program; else 0."""
         instance = sandbox.here()
-        busy = any(operation.end is None for operation in instance.channel.operations()) or instance.usage().pids > 1
+        busy = any(is_under_way(each) for each in instance.channel.operations()) or instance.usage().pids > 1
         chain = self._lives.notes.trajectories.store.chain(sandbox.id)
         return 0 if busy or chain is None else chain.seq
 

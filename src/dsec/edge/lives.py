@@ -36,7 +36,7 @@ from dsec.errors import AdmissionTimeout, CreateFailed, DsecError, Unavailable
 from dsec.journal.records import PRUNE_STEP, Journal, Record
 from dsec.lifecycle import Event, next_state
 from dsec.plan.expiry import expiry
-from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage
+from dsec.ports import Backend, Clock, Instance, InstanceEnd, Usage, is_under_way
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
 from dsec.spec.sandbox import PausedBy, SandboxInfo, State
@@ -356,7 +356,7 @@ class Lives:
         if sandbox.requests:
             return True
         instance = sandbox.instance
-        return instance is not None and any(operation.end is None for operation in instance.channel.operations())
+        return instance is not None and any(is_under_way(each) for each in instance.channel.operations())
 
     def _due(self, key: Due) -> None:
         what, sandbox = key[0], self.sandboxes.get(key[1])

@@ -20,6 +20,8 @@ class Kind(IntEnum):
     MKDIR = 7
     WATCH = 8
     CONNECT = 9
+    WAY_OUT = 10
+    """The edge's own: no caller's, and nothing that keeps a sandbox busy."""
 
 
 class ExecFlag(IntFlag):
@@ -62,6 +64,7 @@ class Stage(IntEnum):
     REQUEST = 7
     TERMINAL = 8
     CONNECT = 9
+    WAY_OUT = 10
 
 
 class OpRequest(Struct, frozen=True, kw_only=True):

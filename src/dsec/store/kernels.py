@@ -34,13 +34,16 @@ Progress = Callable[[str], None]
 PACKAGE = "linux-image-cloud-amd64"
 SOURCE_PACKAGE = "linux-source"
 BUILD_PACKAGES = ("flex", "bison", "bc", "libelf-dev", "make", "gcc", "xz-utils")
-NEEDED_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay")
+WAY_OUT_MODULES = ("nf_tables", "nft_tproxy", "nft_socket")
+"""What leads programs out by name (native/common/firewall.c)."""
+NEEDED_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay", *WAY_OUT_MODULES)
 CONFIG_FILE = "guest.config"
 NEEDED_OPTIONS = (
     *("BINFMT_ELF", "BLK_DEV_INITRD", "DEVTMPFS", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "PROC_FS", "SYSFS", "TMPFS"),
     *("VIRTIO_BLK", "VIRTIO_CONSOLE", "VIRTIO_MMIO", "VIRTIO_PCI", "VIRTIO_VSOCKETS", "SERIAL_8250_CONSOLE"),
+    *("NF_TABLES", "NF_TABLES_IPV4", "NFT_SOCKET", "NFT_TPROXY"),
 )
-"""Without one of these no machine boots."""
+"""Without one of these no machine boots, or leads its programs out."""
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 _SUFFIX = re.compile(r"\.ko(\.xz|\.zst)?$")
 
@@ -59,6 +62,12 @@ class Kernel(Struct, frozen=True, kw_only=True):
     modules: list[str]
     size_bytes: int
     created_at: float
+
+    @property
+    def leads_out(self) -> bool:
+        """Machines that boot it can have a network by name."""
+        have = {name.partition("-")[2].removesuffix(".ko").replace("-", "_") for name in self.modules}
+        return self.origin == "built" or have.issuperset(WAY_OUT_MODULES)
 
 
 class KernelStore:

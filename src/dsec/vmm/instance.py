@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from dsec.errors import DsecError
 from dsec.kernel import paging
 from dsec.ports import GuestChannel, InstanceEnd, PagedOut, Usage
+from dsec.vmm.flow import Connected
 from dsec.vmm.machine import Machine
+from dsec.vmm.network import MachineNetwork, Query
 from dsec.wire.session import Status
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,9 @@ class MachineInstance:
         self.suspended = False
         """It has no VMM: its memory is in a file."""
         self.suspender: Suspender | None = None
+        self.adopted = False
+        """An earlier edge made it."""
+        self._network: MachineNetwork | None = None
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
 
     @property
@@ -145,6 +150,28 @@ class MachineInstance:
             paging.page_out(pid, text, lambda: self.frozen)
         return PagedOut(before, paging.resident_bytes(pids), max(0, paging.compressed_bytes() - compressed))
 
+    async def serve_network(self, connected: Connected, query: Query) -> None:
+        """As in `ports.NetworkHost`. Connections inside don't wait for the next edge: they are reset. What an earlier
+        edge made, or stands still, isn't waited for: its guest may be anybody's."""
+        if self._network is not None:
+            self._network.set_callbacks(connected, query)
+            return
+        network = self._network = MachineNetwork(self._sandbox_id, self._channel, connected, query)
+        network.start()
+        if self.adopted or self.frozen:
+            return
+        try:
+            await network.ready()
+        except BaseException:
+            await self.end_network()
+            raise
+
+    async def end_network(self) -> None:
+        """As in `ports.NetworkHost`."""
+        network, self._network = self._network, None
+        if network is not None:
+            network.stop()
+
     def note_end(self, end: InstanceEnd) -> None:
         """It is gone by itself."""
         if not self._end.done():
@@ -152,4 +179,6 @@ class MachineInstance:
 
     def forget(self) -> None:
         """It is destroyed, or left to the next edge: nobody here hears of its end any more."""
+        if self._network is not None:
+            self._network.stop()
         self._end.cancel()

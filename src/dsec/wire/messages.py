@@ -224,6 +224,7 @@ _STAGES = {
     Stage.REQUEST: "the guest refused the request",
     Stage.TERMINAL: "cannot make a terminal",
     Stage.CONNECT: "cannot connect",
+    Stage.WAY_OUT: "the kernel inside cannot lead its programs out",
 }
 
 

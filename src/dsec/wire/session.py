@@ -85,7 +85,7 @@ _STDERR, _STDIN = (
     int(Flag.STDERR),
     int(ExecFlag.STDIN | ExecFlag.PTY),
 )  # arithmetic on IntFlag is slow, and this is done for every command
-_TAKE_STDIN = frozenset({Kind.WRITE, Kind.CONNECT})
+_TAKE_STDIN = frozenset({Kind.WRITE, Kind.CONNECT, Kind.WAY_OUT})
 _OP_FRAMES = frozenset(kind for phase, kind in TABLE if phase in (Phase.STARTING, Phase.RUNNING, Phase.ENDED))
 
 

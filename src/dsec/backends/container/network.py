@@ -1,7 +1,7 @@
 """The edge's end of a container's way out: what its programs connect to and ask, taken off two sockets inside its net
 namespace.
 
-The kernel hands both over (native/zygote/firewall.c says how); the zygote made them and keeps duplicates. An accepted
+The kernel hands both over (native/common/firewall.c says how); the zygote made them and keeps duplicates. An accepted
 connection's own address is the one that the program asked for. Invariants: a turn of the event loop takes a bounded
 number from one sandbox; a fault of the callbacks ends one connection or one query; after `stop` nothing here holds the
 sandbox's net namespace.

@@ -135,16 +135,22 @@ class MicroVmBackend:
     # --- making ---
 
     def check(self, spec: SandboxSpec) -> None:
+        kernel = self.node.kernel()
         for field, value in (
             ("cpu_class", spec.cpu_class),
             ("gpus", spec.gpus),
-            ("network", spec.network),
             ("tripwires", spec.tripwires),
         ):
             if value:
                 raise Unsupported(
                     f"{field} is not available for microVMs in this version", remedy="Leave it out.", field=field
                 )
+        if spec.network and not kernel.leads_out:
+            raise Unsupported(
+                f"the kernel of microVMs here ({kernel.release}) was imported without what a network by name takes",
+                remedy="Import it again: `dsec kernel import`.",
+                field="network",
+            )
         if spec.require_kvm and self.node.driver.accel != "kvm":
             raise Unsupported(
                 f"this node has no KVM that is fit to run machines: {self.node.accel_reason}",
@@ -158,7 +164,6 @@ class MicroVmBackend:
         if (spec.workdir and not spec.workdir.startswith("/")) or "\0" in spec.workdir:
             raise InvalidRequest("workdir is an absolute path", field="workdir")
         layers = spec.layers or self.node.host.environments.get(spec.environment).layers
-        kernel = self.node.kernel()
         if len(layers) > (most := self.node.driver.most_layers(kernel.machine)):
             raise Unsupported(
                 f"{len(layers)} layers; a microVM of this node has room for {most}",
@@ -304,6 +309,7 @@ class MicroVmBackend:
             disk_limit_bytes=handle["disk_bytes"],
             make_swap=self.node.host.make_swap,
         )
+        instance.adopted = not fresh
         self._instances[sandbox_id] = instance
         self._watching(instance, True)
         if self._suspend:

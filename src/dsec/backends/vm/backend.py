@@ -146,7 +146,6 @@ class VmBackend:
         for field, value in (
             ("cpu_class", spec.cpu_class),
             ("gpus", spec.gpus),
-            ("network", spec.network),
             ("tripwires", spec.tripwires),
         ):
             if value:
@@ -291,6 +290,7 @@ class VmBackend:
             disk_limit_bytes=handle["disk_bytes"],
             make_swap=self.node.host.make_swap,
         )
+        instance.adopted = not fresh
         self._instances[sandbox_id] = instance
         self._watches[sandbox_id] = asyncio.create_task(self._watch(instance), name=f"end of {sandbox_id}")
         return instance

@@ -1,4 +1,5 @@
 /* A sandbox's way to the edge, as the kernel is told: one address, one route and one chain, by netlink, in the net namespace that this thread is in.
+ * The zygote does so for a container; in a virtual machine the guest does, and holds the sockets itself (guest/wayout.c).
  *
  * The route makes every IPv4 address a local one, so that whatever a program connects to arrives on lo; it speaks as 127.0.0.1. 127.0.0.0/8
  * has its own, more specific route and stays as it is, but for a second address, 127.0.0.2. The chain hands over (TPROXY) what arrives for
@@ -21,13 +22,17 @@
 #include <linux/netfilter/nf_tables.h>
 #include <linux/netfilter/nfnetlink.h>
 #include <linux/rtnetlink.h>
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "sys.h"
-#include "zygote.h"
+#include "firewall.h"
 
+#define FIRST_PORT 61053 /* above those that the kernel gives to clients, so that few programs want it */
+#define PORTS 1024       /* that are tried: a program that holds them all keeps the network from its own sandbox */
 #define LOOPBACK_INDEX 1
 #define LOOPBACK_NET 127
 #define MANGLE (-150)
@@ -270,11 +275,16 @@ static void close_rule(struct message *m, struct nlattr *expressions) {
     end(m);
 }
 
-static void describe(struct message *m, uint16_t tcp_port, uint16_t udp_port) {
-    bracket(m, NFNL_MSG_BATCH_BEGIN);
-    begin(m, NFT(NFT_MSG_NEWTABLE), NLM_F_CREATE | NLM_F_EXCL, &IPV4, sizeof IPV4);
+static void table(struct message *m, unsigned type, unsigned flags) {
+    begin(m, NFT(type), flags, &IPV4, sizeof IPV4);
     text(m, NFTA_TABLE_NAME, TABLE);
     end(m);
+}
+
+static void describe(struct message *m, uint16_t tcp_port, uint16_t udp_port, bool replace) {
+    bracket(m, NFNL_MSG_BATCH_BEGIN);
+    if (replace) table(m, NFT_MSG_DELTABLE, 0);
+    table(m, NFT_MSG_NEWTABLE, NLM_F_CREATE | NLM_F_EXCL);
     begin(m, NFT(NFT_MSG_NEWCHAIN), NLM_F_CREATE, &IPV4, sizeof IPV4);
     text(m, NFTA_CHAIN_TABLE, TABLE);
     text(m, NFTA_CHAIN_NAME, CHAIN);
@@ -314,14 +324,35 @@ static void describe(struct message *m, uint16_t tcp_port, uint16_t udp_port) {
     bracket(m, NFNL_MSG_BATCH_END);
 }
 
-int firewall_make(uint16_t tcp_port, uint16_t udp_port) {
+int firewall_make(uint16_t tcp_port, uint16_t udp_port, int netfilter) {
+    if (netfilter < 0) return netfilter;
     int error = add_address_and_route();
-    if (error) return error;
-    struct message m = {0};
-    describe(&m, tcp_port, udp_port);
-    int fd = filter_netfilter_socket();
-    if (fd < 0) return -errno;
-    error = ask(fd, &m);
-    close(fd);
+    if (!error) {
+        struct message m = {0};
+        describe(&m, tcp_port, udp_port, false);
+        error = ask(netfilter, &m);
+    }
+    if (error == -EEXIST) { /* of an earlier way out in a machine; a container's namespace has none */
+        struct message m = {0};
+        describe(&m, tcp_port, udp_port, true);
+        error = ask(netfilter, &m);
+    }
+    close(netfilter);
     return error == -ENOENT ? -EOPNOTSUPP : error; /* an expression that this kernel doesn't have */
+}
+
+int firewall_bind(int type, uint16_t *port) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(EDGE_ADDRESS)};
+    int on = 1, fd = socket(AF_INET, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0 || setsockopt(fd, IPPROTO_IP, IP_TRANSPARENT, &on, sizeof on) < 0) goto failed;
+    for (unsigned number = FIRST_PORT; number > FIRST_PORT - PORTS; number--) {
+        *port = (uint16_t)number;
+        address.sin_port = htons(*port);
+        if (bind(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
+        if (errno != EADDRINUSE) break;
+    }
+failed:;
+    int error = -errno;
+    if (fd >= 0) close(fd);
+    return error;
 }

@@ -1,0 +1,276 @@
+"""The edge's end of a machine's way out: flows of its channel, turned into connections for whoever serves them.
+
+A machine has no network card. Its guest tells, by records on one operation (native/common/wire.h, WAYS OUT), what its
+programs connect to and ask; each connection becomes one end of a socket pair for `connected`, as an accepted one of a
+container's. Nothing here connects to anything.
+
+The guest is hostile, and whatever it says is a wish. Invariants: flows, bytes held for each and bytes queued for the
+guest are bounded; while too much is queued nothing more is heard; a turn of the event loop takes a bounded number of
+wishes; a record that no guest may send ends all flows of this machine and nothing else; after `stop` no socket, task or
+operation of this is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from dsec.errors import DsecError, Unavailable, Unsupported
+from dsec.ports import GuestChannel, Operation
+from dsec.spec.operations import EndKind, Kind, OpEnd, OpRequest, Stage
+from dsec.vmm.flow import Connected, Flow
+from dsec.wire.flows import MAX_FLOWS, FlowDecoder, FlowKind, FlowRecord, encode
+from dsec.wire.frames import MAX_DATA, ProtocolError
+
+Query = Callable[[bytes], bytes | None]
+
+READY_S = 20.0
+"""How long a guest may take to lead programs out, in imitation too."""
+WISHES_A_TURN = 32
+PAUSE_S = 0.005
+"""After so many connections and queries that a guest wishes for: it pays nothing for them, the node does."""
+QUEUE_HIGH = 128 << 10
+"""Bytes for the guest that wait here; above, nothing more is heard or read for it."""
+OPEN_FILES = MAX_FLOWS + 64
+_AGAIN_S = (0.1, 10.0)
+"""Before its operation is started again, which somebody inside has ended: at first, and at most."""
+_GOOD_S = 2.0
+"""After so long of good behaviour it is at first again."""
+
+log = logging.getLogger(__name__)
+
+
+class MachineNetwork:
+    """One machine's, from `start` to `stop`."""
+
+    def __init__(self, sandbox_id: str, channel: GuestChannel, connected: Connected, query: Query) -> None:
+        self._sandbox_id = sandbox_id
+        self._channel = channel
+        self._flows: dict[int, Flow] = {}
+        self._last = 0
+        self._queue: deque[bytes] = deque()
+        self._queued = 0
+        self._some = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._thirsty: set[Flow] = set()
+        """Those that have something for the guest, but there is too much in the queue."""
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._wishes = 0
+        self.set_callbacks(connected, query)
+
+    def set_callbacks(self, connected: Connected, query: Query) -> None:
+        """Whom to tell from now on."""
+        self._connected = connected
+        self._query = query
+
+    def start(self) -> None:
+        """From now on programs inside can connect, as soon as the guest leads them here."""
+        self._task = asyncio.create_task(self._serve(), name=f"way out of {self._sandbox_id}")
+
+    async def ready(self) -> None:
+        """Wait until it does. Raises `Unsupported` where its kernel can't, `Unavailable` where it says nothing."""
+        try:
+            async with asyncio.timeout(READY_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise Unavailable(
+                "the machine's guest does not lead its programs out", remedy="Create a new sandbox."
+            ) from None
+
+    def stop(self) -> None:
+        """Let go of everything; its operation is released. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if not self._ready.done():
+            self._ready.cancel()
+        self._drop_all()
+
+    @property
+    def flows(self) -> int:
+        """Connections now."""
+        return len(self._flows)
+
+    # --- the operation ---
+
+    async def _serve(self) -> None:
+        loop, (first_s, longest_s) = asyncio.get_running_loop(), _AGAIN_S
+        wait_s = first_s
+        while True:
+            began = loop.time()
+            operation: Operation | None = None
+            try:
+                operation = await self._channel.start(OpRequest(kind=Kind.WAY_OUT, open_files=OPEN_FILES))
+                why = await self._converse(operation)
+            except DsecError as error:  # the channel is gone, or there is no guest of ours
+                self._failed(error)
+                return
+            except ProtocolError as error:
+                why = str(error)
+            finally:
+                self._drop_all()
+                if operation is not None:
+                    await operation.release()
+            log.info("sandbox %s: its way out ended inside: %s", self._sandbox_id, why)
+            if not self._ready.done():
+                self._failed(
+                    Unsupported(
+                        f"this machine can't be given a network: {why}",
+                        remedy="Import its kernel again (`dsec kernel import`), or give the disk its kernel's modules.",
+                        field="network",
+                    )
+                )
+                return
+            wait_s = first_s if loop.time() - began > _GOOD_S else wait_s
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, longest_s)
+
+    def _failed(self, error: DsecError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # perhaps nobody waits
+
+    async def _converse(self, operation: Operation) -> str:
+        """Until the guest's side ends: why."""
+        writing = asyncio.create_task(self._write(operation))
+        items = operation.read()
+        decoder = FlowDecoder()
+        try:
+            async for item in items:
+                if isinstance(item, OpEnd):
+                    return _why(item)
+                if item.stderr:
+                    continue
+                for record in decoder.feed(item.data):
+                    self._hear(record)
+                    if self._wishes >= WISHES_A_TURN:
+                        self._wishes = 0
+                        await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(0)
+                await self._room.wait()
+            return "it said no more"
+        finally:
+            await items.aclose()
+            writing.cancel()
+
+    async def _write(self, operation: Operation) -> None:
+        while True:
+            await self._some.wait()
+            data = self._next()
+            with contextlib.suppress(DsecError):  # whoever reads hears of it too
+                await operation.write(data)
+
+    def _next(self) -> bytes:
+        """Some of what is queued for the guest."""
+        parts: list[bytes] = []
+        size = 0
+        while self._queue and size < MAX_DATA:
+            parts.append(self._queue.popleft())
+            size += len(parts[-1])
+        self._queued -= size
+        if not self._queue:
+            self._some.clear()
+        if self._queued < QUEUE_HIGH:
+            self._room.set()
+            thirsty, self._thirsty = self._thirsty, set()
+            for flow in thirsty:
+                flow.read_on()
+        return b"".join(parts)
+
+    # --- for the flows ---
+
+    def say(self, record: bytes) -> None:
+        """To the guest, when it has room."""
+        self._queue.append(record)
+        self._queued += len(record)
+        self._some.set()
+        if self._queued >= QUEUE_HIGH:
+            self._room.clear()
+
+    def has_room(self, flow: Flow) -> bool:
+        """Whether a flow may read more for the guest; else it is told later."""
+        if self._queued < QUEUE_HIGH:
+            return True
+        self._thirsty.add(flow)
+        return False
+
+    def over(self, flow: Flow) -> None:
+        """Nothing is left of it."""
+        self._flows.pop(flow.id, None)
+        self._thirsty.discard(flow)
+
+    # --- what the guest says ---
+
+    def _hear(self, record: FlowRecord) -> None:
+        """Raises `ProtocolError`."""
+        kind = record.kind
+        if kind is FlowKind.READY:
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif kind is FlowKind.QUERY:
+            self._answer(record)
+        elif kind is FlowKind.OPEN:
+            self._open(record)
+        elif record.flow > self._last:
+            raise ProtocolError("a record of a flow that wasn't opened")
+        elif (flow := self._flows.get(record.flow)) is not None:
+            match kind:
+                case FlowKind.DATA:
+                    flow.give(record.data)
+                case FlowKind.CREDIT:
+                    flow.credit(record.number)
+                case FlowKind.END:
+                    flow.end()
+                case _:
+                    flow.cut()
+
+    def _answer(self, record: FlowRecord) -> None:
+        self._wishes += 1
+        try:
+            answer = self._query(record.data)
+        except Exception:
+            log.exception("sandbox %s: a query was dropped", self._sandbox_id)
+            return
+        if answer is not None:
+            self.say(encode(FlowKind.ANSWER, record.flow, answer))
+
+    def _open(self, record: FlowRecord) -> None:
+        self._wishes += 1
+        if record.flow <= self._last:
+            raise ProtocolError("a flow was opened twice")
+        self._last = record.flow
+        if len(self._flows) >= MAX_FLOWS:
+            self.say(encode(FlowKind.RESET, record.flow))
+            return
+        try:
+            flow = Flow(self, record.flow)
+        except OSError as error:
+            log.warning("sandbox %s: a connection was refused: %s", self._sandbox_id, error)
+            self.say(encode(FlowKind.RESET, record.flow))
+            return
+        self._flows[flow.id] = flow
+        try:
+            flow.hand_over(self._connected, record.address, record.number)
+        except Exception:
+            log.exception("sandbox %s: a connection was dropped", self._sandbox_id)
+            flow.fail()
+
+    def _drop_all(self) -> None:
+        for flow in list(self._flows.values()):
+            flow.cut()
+        self._last = self._queued = 0
+        self._queue.clear()
+        self._thirsty.clear()
+        self._some.clear()
+        self._room.set()
+
+
+def _why(end: OpEnd) -> str:
+    if end.kind is EndKind.START_FAILED and end.stage is Stage.WAY_OUT:
+        return f"{end.message}; it takes nf_tables with tproxy and socket"
+    return end.message or f"it ended ({end.kind.name.lower()}, {end.code})"
