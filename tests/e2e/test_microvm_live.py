@@ -155,7 +155,6 @@ async def test_it_can_stand_still(client: AsyncClient) -> None:
 
 async def test_what_is_not_there_yet_is_refused(client: AsyncClient) -> None:
     for field, value in (
-        ("network", {"pypi": True}),
         ("tripwires", ["default"]),
         ("gpus", 1),
         ("cpu_class", "batch"),
