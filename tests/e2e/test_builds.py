@@ -301,7 +301,7 @@ class _Refused(NamedTuple):
     [
         _Refused("ADD $AT/kit.tar /", False, BuildFailed, "no address that the build may reach"),
         _Refused("ADD http://127.0.0.1:$PORT/kit.tar /", True, InvalidRequest, "doesn't name 127.0.0.1 at port"),
-        _Refused("ADD http://other.example:$PORT/kit.tar /", True, InvalidRequest, "doesn't name other.example at port"),
+        _Refused("ADD http://other.example:$PORT/kit.tar /", True, InvalidRequest, "doesn't name other.example at"),
         _Refused("ADD $AT/away /", True, InvalidRequest, "doesn't name other.example at port"),
         _Refused("ADD $AT/none /", True, BuildFailed, "answered 404"),
         _Refused("ADD $AT/half /", True, BuildFailed, "can't be fetched"),
