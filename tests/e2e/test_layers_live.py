@@ -206,6 +206,35 @@ def test_garbage_is_collected_and_what_is_used_stays(server: Server, client: Cli
     client.catalog.remove_layer("kept@1")
 
 
+def test_garbage_younger_than_an_hour_goes_where_the_caller_says_so(
+    server: Server, client: Client, tmp_path: Path
+) -> None:
+    layers = {}
+    for name in ("stands@1", "waste@1", "named@1"):
+        (tmp_path / "x").write_bytes(tar((name, os.urandom(50_000))))
+        layers[name] = client.catalog.build(tmp_path / "x", name)["layer"]
+    local, stored = server.state / "store" / "layers", Path(os.environ["DSEC_STORE"])
+    with client.create("debian", layers=["stands@1"]) as box:
+        for name in ("stands@1", "waste@1"):
+            dsec(server, "layer", "rm", name)
+        dsec(server, "layer", "gc", "--older-than", "600")
+        assert (local / layers["waste@1"]).exists()
+        for lease in (stored / "leases").glob("use-*"):
+            lease.unlink()  # it is of a minute ago, when all had names
+        assert json.loads(dsec(server, "layer", "gc", "--older-than", "0", "--json"))["freed_bytes"] > 50_000
+        for there in (
+            {path.name for path in local.iterdir()},
+            {path.name for path in (stored / "manifests").iterdir()},
+        ):
+            assert layers["waste@1"] not in there
+            assert {layers["stands@1"], layers["named@1"]} <= there
+        assert box.commands.run("wc -c </stands@1").stdout == "50000\n"
+    client.catalog.verify("named@1")
+    client.catalog.remove_layer("named@1")
+    with pytest.raises(InvalidRequest):
+        client.catalog.collect(least_age_s=-1)
+
+
 def _age(meta: Path, manifest: Path) -> None:
     document = json.loads(meta.read_text())
     document["created_at"] = time.time() - 7200

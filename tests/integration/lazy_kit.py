@@ -124,6 +124,23 @@ def holder_program() -> Path:
     return build_native(Path(__file__).parents[2] / "build" / "tests") / "holder"
 
 
+def older_holder(scratch: Path) -> Path:
+    """One as it was compiled before its table grew: the same in all else that a successor inherits."""
+    sources = scratch / "native"
+    shutil.copytree(Path(__file__).parents[2] / "native", sources)
+    for name, old, new in (
+        ("waits.h", "#define SLOTS 32768", "#define SLOTS 4096"),
+        ("main.c", "#define SLOT_BITS 15", "#define SLOT_BITS 12"),
+    ):
+        path = sources / "holder" / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    made = scratch / "older" / "holder"
+    subprocess.run(["make", "-s", "-C", str(sources), f"OUT={made.parent}", str(made)], check=True)
+    return made
+
+
 class Node:
     """A cache directory, its marked twin, a holder and a filler."""
 
@@ -137,8 +154,9 @@ class Node:
         idle_s: float = 60.0,
         cache_bytes: int = 0,
         fuse: bool = False,
+        program: Path | None = None,
     ) -> None:
-        """`cache_bytes`: the disk of the cache is no larger."""
+        """`cache_bytes`: the disk of the cache is no larger. `program`: the first holder; its successors are ours."""
         self.root = root
         self.fuse = fuse
         self.options = [str(delay_s), str(most_bytes), str(idle_s), "fuse" if fuse else "events"]
@@ -157,7 +175,8 @@ class Node:
         self.program = holder_program()
         self.holder: subprocess.Popen[bytes] | None = None
         if not fuse:
-            self.holder = holder.start_holder(self.program, self.holder_path, self.marked, deadline_s=deadline_s)
+            first = program or self.program
+            self.holder = holder.start_holder(first, self.holder_path, self.marked, deadline_s=deadline_s)
         self.kept: tuple[int, int] | None = None
         self.filler: subprocess.Popen[bytes] | None = None
         self.mounted: list[Path] = []
@@ -284,7 +303,7 @@ class Node:
 
 
 @contextmanager
-def node(root: Path, **options: float) -> Iterator[Node]:
+def node(root: Path, **options: float | Path) -> Iterator[Node]:
     made = Node(root, **options)  # type: ignore[arg-type]
     try:
         yield made

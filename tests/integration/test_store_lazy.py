@@ -13,7 +13,10 @@ from pathlib import Path
 
 import native_guest
 import pytest
-from lazy_kit import Node, make_tree, node, publish
+from lazy_kit import Node, make_tree, node, older_holder, publish
+
+from dsec.errors import Unavailable
+from dsec.store.lazy import holder
 
 pytestmark = pytest.mark.root
 
@@ -179,6 +182,46 @@ def test_the_holder_is_killed_and_its_successor_answers(root: Path) -> None:
                     found.append(name)
             assert len(found) <= 3
         assert {name: digest(top / name) for name in digests} == digests
+
+
+def test_a_successor_inherits_an_older_holders_smaller_table(root: Path, tmp_path: Path) -> None:
+    """An upgrade: who waited at the older one is answered by the new one."""
+    with node(root, program=older_holder(tmp_path)) as made:
+        layer, digests = published(made)
+        top = made.mount(layer)
+        made.keep()
+        made.kill_filler()
+        with ThreadPoolExecutor(len(digests)) as pool:
+            results = {name: pool.submit(digest, top / name) for name in digests}
+            until = time.monotonic() + 60
+            while made.waiting() < len(digests):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert made.kept is not None
+            older = os.fstat(made.kept[1]).st_size
+            made.kill_holder()
+            made.succeed_holder()
+            assert os.fstat(made.kept[1]).st_size > older
+            assert made.waiting() == len(digests)
+            made.start_filler()
+            assert {name: result.result(60) for name, result in results.items()} == digests
+
+
+@pytest.mark.parametrize("table", ["empty", "of another form", "of a newer one"])
+def test_a_table_that_a_holder_does_not_know_is_refused(root: Path, table: str) -> None:
+    with node(root) as made:
+        made.keep()
+        assert made.kept is not None
+        size = os.fstat(made.kept[1]).st_size
+        content = os.pread(made.kept[1], size, 0)
+        other = os.memfd_create("table")
+        if table != "empty":
+            os.write(other, bytes(8) + content[8:] if table == "of another form" else content + bytes(4096))
+        with pytest.raises(Unavailable, match="another version's"):
+            holder.start_holder(
+                made.program, root / "other.sock", made.marked, deadline_s=1.0, inherited=(made.kept[0], other)
+            )
+        os.close(other)
 
 
 def test_a_store_that_is_gone_is_an_error_in_time_and_nothing_wrong_stays(root: Path) -> None:

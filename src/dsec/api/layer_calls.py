@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 from dsec.api.builds import BuildLine
 from dsec.api.calls import JSON, NDJSON, OCTETS, Call
 from dsec.api.layers import (
+    CollectRequest,
     EnvironmentDetails,
     EnvironmentRequest,
     ImportRequest,
@@ -71,6 +72,7 @@ CALLS = (
         path="/v1/layers:gc",
         summary="Delete layers without a name that no sandbox stands on, of all projects: for keys of the project "
         "`default`; a line a step, the result last",
+        takes=((JSON, CollectRequest),),
         gives=(NDJSON, Step),
     ),
     Call(

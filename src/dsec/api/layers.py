@@ -26,7 +26,7 @@ from dsec.store.format import Kind
 from dsec.store.image import host_platform, parse_platform
 from dsec.store.importer import Imported
 from dsec.store.layers import LayerMeta
-from dsec.store.service import LayerInfo, LayerService
+from dsec.store.service import GRACE_S, LayerInfo, LayerService
 from dsec.store.shared import Progress
 from dsec.store.snapshots import pack
 
@@ -78,6 +78,13 @@ class MergeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     name: LayerNameText
     kind: LayerKind = "workspace"
     readers: Readers = []
+
+
+class CollectRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/layers:gc`; it may be empty."""
+
+    least_age_s: Annotated[float, Meta(ge=0, le=1e9)] = GRACE_S
+    """What is younger stays. 0 also takes what a caller has just made and not named yet."""
 
 
 class EnvironmentRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,8 +268,11 @@ class Layers:
                 remedy=f"Use a key of the project {OPERATOR!r}.",
             )
 
+        body = await x.body()
+        request = x.decode(_COLLECT, body) if body else CollectRequest()
+
         async def work(progress: Progress) -> dict[str, Any]:
-            return {"freed_bytes": await self._service.collect(progress)}
+            return {"freed_bytes": await self._service.collect(progress, least_age_s=request.least_age_s)}
 
         await _stream(x, work)
 
@@ -315,6 +325,7 @@ class Layers:
 
 _IMPORT = msgspec.json.Decoder(ImportRequest)
 _MERGE = msgspec.json.Decoder(MergeRequest)
+_COLLECT = msgspec.json.Decoder(CollectRequest)
 _ENVIRONMENT = msgspec.json.Decoder(EnvironmentRequest)
 _ENCODER = msgspec.json.Encoder()
 

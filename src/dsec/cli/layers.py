@@ -156,11 +156,18 @@ def remove(name: str) -> None:
 
 
 @layer.command("gc")
+@click.option(
+    "--older-than",
+    "least_age_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="What is younger stays.  [default: 3600]",
+)
 @json_option
-def collect(as_json: bool) -> None:
+def collect(least_age_s: float | None, as_json: bool) -> None:
     """Delete layers without a name that no sandbox stands on. With a key of the project `default`."""
     with Steps() as steps:
-        freed = _run(lambda client: client.catalog.collect(on_step=steps.show))
+        freed = _run(lambda client: client.catalog.collect(least_age_s=least_age_s, on_step=steps.show))
     if wants_json(as_json):
         write_json({"freed_bytes": freed})
     else:

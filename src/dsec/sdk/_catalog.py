@@ -188,9 +188,11 @@ class AsyncCatalog:
         """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""
         return await self._long(f"/v1/layers/{quote(reference, safe='')}/verify", b"", _JSON, on_step)
 
-    async def collect(self, *, on_step: OnStep | None = None) -> int:
-        """Delete what nothing needs any more. Returns the bytes that were freed. Raises `Unavailable`."""
-        answer = await self._long("/v1/layers:gc", b"", _JSON, on_step)
+    async def collect(self, *, least_age_s: float | None = None, on_step: OnStep | None = None) -> int:
+        """Delete what nothing needs any more and is that old (None: an hour). Returns the bytes that were freed. Raises
+        `Unavailable`."""
+        body = b"" if least_age_s is None else msgspec.json.encode({"least_age_s": least_age_s})
+        answer = await self._long("/v1/layers:gc", body, _JSON, on_step)
         freed: int = answer["freed_bytes"]
         return freed
 

@@ -152,9 +152,10 @@ class Catalog(Wrapper):
         """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""
         return call(self._async.verify(reference, on_step=on_step))
 
-    def collect(self, *, on_step: OnStep | None = None) -> int:
-        """Delete what nothing needs any more. Returns the bytes that were freed. Raises `Unavailable`."""
-        return call(self._async.collect(on_step=on_step))
+    def collect(self, *, least_age_s: float | None = None, on_step: OnStep | None = None) -> int:
+        """Delete what nothing needs any more and is that old (None: an hour). Returns the bytes that were freed. Raises
+        `Unavailable`."""
+        return call(self._async.collect(least_age_s=least_age_s, on_step=on_step))
 
     def export(self, reference: str, path: str | Path, *, on_step: OnStep | None = None) -> int:
         """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
