@@ -149,11 +149,17 @@ def serve_call(end=os._exit):
     else:
         packed = run_function(call)
         for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except BaseException:  # closed, or replaced by something else
-                pass
+            flush(stream)
         answer(packed, end)
+
+
+def flush(stream):
+    """Whether it went well: it may be closed, or replaced by anything."""
+    try:
+        stream.flush()
+    except BaseException:
+        return False
+    return True
 
 
 def furnish(call):
