@@ -8,7 +8,8 @@
  *
  * Before that a branch becomes somebody of its own, as `start` in vmm/launcher.py does for others: cgroups, namespaces, user, limits;
  * its disk and its sockets take the places of the stem's, and what would be shared with the stem beyond that is made new; so may another
- * machine's memory, whose state it is then told to load. It is a child of the stem's parent. The stem has the capabilities that this needs in a user namespace that has no others; branches have none.
+ * machine's memory, whose state it is then told to load. It is a child of the stem's parent. The stem has the capabilities that this needs in
+ * a user namespace that has no others; a branch has none, unless it is to be a stem itself.
  *
  * DSEC_STEM is the descriptor of a SOCK_SEQPACKET: `struct request` with descriptors -> i32 pid, or 0 and why not, in words. */
 #define _GNU_SOURCE
@@ -52,10 +53,10 @@
 #define OWN_NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
 #define THREAD (CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS)
 
-/* The descriptors are: `groups` of cgroup.procs, its output, `files` that take the place of the stem's, also where those are mapped, and for
- * each of its `sockets` one that listens and one that is connected. */
+/* The descriptors are: `groups` of cgroup.procs, its output, `files` that take the place of the stem's, also where those are mapped, for each
+ * of its `sockets` one that listens and one that is connected, and of a branch that is a `stem` itself the one that its requests come by. */
 struct request {
-    uint32_t uid, groups, files, sockets;
+    uint32_t uid, groups, files, sockets, stem, nothing;
     struct {
         uint64_t device, inode;
     } file[MOST_FILES]; /* the stem's */
@@ -284,7 +285,8 @@ static void renew_files(const struct request *is, const int *fds, int count) {
         for (uint32_t i = 0; i < is->files; i++) {
             if (st.st_dev == is->file[i].device && st.st_ino == is->file[i].inode) replace(fd, files[i]);
         }
-        if (fd == commands || fd == reports) close(fd);
+        if (fd == commands && is->stem) replace(fd, fds[count - 1]);
+        else if (fd == commands || fd == reports) close(fd);
         else if (S_ISSOCK(st.st_mode)) renew_socket(fd, is, sockets);
         snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
         ssize_t size = readlink(path, target, sizeof target - 1);
@@ -303,23 +305,28 @@ static void become(const struct request *is, const int *fds, int count) {
     must("have a cgroup namespace", unshare(CLONE_NEWCGROUP));
     must("start a session", setsid());
     renew_files(is, fds, count);
+    must("end with its parent", prctl(PR_SET_PDEATHSIG, SIGKILL));
+    if (is->stem) return;
     must("mount /proc", mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL));
     must("give up its groups", syscall(SYS_setgroups, 0, NULL)); /* by system calls: the other threads aren't there yet */
     must("change its group", syscall(SYS_setresgid, is->uid, is->uid, is->uid));
     must("change its user", syscall(SYS_setresuid, is->uid, is->uid, is->uid));
     must("give up privileges", prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
-    must("end with its parent", prctl(PR_SET_PDEATHSIG, SIGKILL));
+    must("end with its parent", prctl(PR_SET_PDEATHSIG, SIGKILL)); /* forgotten with a change of user */
 }
 
-static _Noreturn void be_a_branch(const struct request *is, const int *fds, int count) {
+static void be_a_branch(const struct request *is, const int *fds, int count) {
     become(is, fds, count);
+    atomic_fetch_add(&turn, 1);
     int flags = THREAD | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
     for (int i = 0; i < MOST_THREADS; i++) {
         struct thread *it = &threads[i];
-        if (atomic_load(&it->state) == RUNS) must("make a thread again", clone(make_again, stacks[i] + SMALL_STACK, flags, it, it->tid, it->self, it->tid));
+        if (atomic_load(&it->state) != RUNS) continue;
+        it->number = clone(make_again, stacks[i] + SMALL_STACK, flags, it, it->tid, it->self, it->tid);
+        must("make a thread again", it->number);
     }
     close(report);
-    for (;;) pause(); /* what forked is the process's first thread */
+    while (!is->stem) pause(); /* what forked is the process's first thread */
 }
 
 /* --- requests -------------------------------------------------------------------------------------------------------------------------- */
@@ -331,20 +338,25 @@ static void answer(int32_t pid, const char *why) {
     send(commands, message, 4 + strlen(message + 4), MSG_NOSIGNAL);
 }
 
-static void branch(const struct request *is, const int *fds, int count) {
+/* Whether this is the branch, which has closed the descriptors. */
+static bool branch(const struct request *is, const int *fds, int count) {
     int pipe_ends[2];
     char why[128];
     pid_t *tid = (pid_t *)((char *)pthread_self() + tid_offset);
-    if (pipe2(pipe_ends, O_CLOEXEC)) return answer(0, strerror(errno));
+    if (pipe2(pipe_ends, O_CLOEXEC)) return answer(0, strerror(errno)), false;
     reports = pipe_ends[0];
     report = pipe_ends[1];
     if (!park_all()) {
         close(report);
         close(reports);
-        return answer(0, "its threads don't come to rest");
+        return answer(0, "its threads don't come to rest"), false;
     }
-    long pid = syscall(SYS_clone, OWN_NAMESPACES | CLONE_PARENT | CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID | SIGCHLD, NULL, NULL, tid, 0);
-    if (pid == 0) be_a_branch(is, fds, count);
+    /* the first in a pid namespace can't have its parent's children */
+    long pid = syscall(SYS_clone, (is->stem ? OWN_NAMESPACES & ~CLONE_NEWPID : OWN_NAMESPACES) | CLONE_PARENT | CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID | SIGCHLD, NULL, NULL, tid, 0);
+    if (pid == 0) {
+        be_a_branch(is, fds, count);
+        return true;
+    }
     int error = errno;
     go_on();
     close(report);
@@ -353,6 +365,7 @@ static void branch(const struct request *is, const int *fds, int count) {
     close(reports);
     if (pid < 0) answer(0, strerror(error));
     else answer(size == 0 ? (int32_t)pid : 0, why);
+    return false;
 }
 
 static void *serve(void *nothing) {
@@ -373,8 +386,8 @@ static void *serve(void *nothing) {
             memcpy(fds, CMSG_DATA(header), (size_t)count * sizeof(int));
         }
         bool fits = got == sizeof is && is.groups <= MOST_DESCRIPTORS && is.files <= MOST_FILES && is.sockets <= MOST_SOCKETS;
-        if (!fits || count != (int)(is.groups + 1 + is.files + 2 * is.sockets)) answer(0, "a request that can't be understood");
-        else branch(&is, fds, count);
+        if (!fits || count != (int)(is.groups + 1 + is.files + 2 * is.sockets + (is.stem != 0))) answer(0, "a request that can't be understood");
+        else if (branch(&is, fds, count)) continue;
         for (int i = 0; i < count; i++) close(fds[i]);
     }
     return nothing;

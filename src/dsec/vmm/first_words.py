@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -144,6 +144,21 @@ async def rehearse(sock: socket.socket) -> None:
     kernel and the guest have done once they do in a fraction of the time. Then it waits again. The caller bounds the
     time. As `configure`."""
     await configure(sock, Identity(token=(token := new_token()), hostname="rehearsal", pids=128))
+    await _go_through(sock, token, _REHEARSED, again=True)
+
+
+async def settle_in(sock: socket.socket, parent: bytes) -> bytes:
+    """`become` one of whom nothing is left but the token that is returned, and go through what each one does first
+    that changes nothing: it is quick when it is done again. The caller bounds the time. Raises as `become`."""
+    await become(sock, parent, Identity(token=(token := new_token()), hostname="copy", pids=0))
+    await _go_through(sock, token, ((b"/proc/self/exe", b"--nothing"),))
+    return token
+
+
+async def _go_through(
+    sock: socket.socket, token: bytes, commands: Iterable[Sequence[bytes]], *, again: bool = False
+) -> None:
+    """`again`: and forget it all."""
     loop, incarnation = asyncio.get_running_loop(), secrets.randbits(64)
     session, decoder = Session(incarnation, machine=True), StreamDecoder(incarnation)
 
@@ -161,13 +176,14 @@ async def rehearse(sock: socket.socket) -> None:
     try:
         await loop.sock_sendall(sock, token + session.hello())
         await until(FrameType.SYNCED)
-        for argv in _REHEARSED:
-            op, packets = session.start(OpRequest(argv=argv))
+        for argv in commands:
+            op, packets = session.start(OpRequest(argv=tuple(argv)))
             await loop.sock_sendall(sock, b"".join(packets))
             await until(FrameType.EXIT)
             await loop.sock_sendall(sock, session.release(op))
-        await loop.sock_sendall(sock, encode(FrameType.AGAIN))
-        await until(FrameType.READY)
+        if again:
+            await loop.sock_sendall(sock, encode(FrameType.AGAIN))
+            await until(FrameType.READY)
     except OSError as error:
         raise Unavailable(f"the virtual machine is gone: {error}") from None
     except ProtocolError as error:

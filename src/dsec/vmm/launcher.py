@@ -10,7 +10,7 @@ ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
         With `stem` it becomes one (native/stem/stem.c, which is the last descriptor).
     branch id stem uid cgroups files sockets + descriptors -> the same, of a copy of the stem of that id
         `files`: device and inode of each of the stem's that is replaced; `sockets`: how many. The descriptors are
-        stem.c's, without its output.
+        stem.c's, without its output. With `also` it is a stem, too.
     forget id                              -> {}            its end was heard
     hold key + descriptors, take key, drop key   what must outlive the server: the memory and state of templates
     shutdown                               -> {}            all VMMs are killed
@@ -56,16 +56,8 @@ FAILED = 71
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_REC, MS_PRIVATE = 16384, 1 << 18
 MNT_DETACH = 2
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
@@ -361,8 +353,7 @@ class Launcher:
             raise OSError(wrong.decode(errors="replace"))
         self.live[request["id"]], self.said[request["id"]] = pid, words
         if stem:
-            ours.settimeout(STEM_ANSWER_S)
-            self.stems[request["id"]] = ours
+            self.keep_stem(request["id"], ours)
         return pid
 
     def branch(self, request: dict[str, Any], fds: list[int]) -> int:
@@ -371,9 +362,12 @@ class Launcher:
         stem, groups = self.stems[request["stem"]], request["cgroups"]
         words, said = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         files = [*request["files"], *([[0, 0]] * STEM_FILES)][:STEM_FILES]
-        message = struct.pack("=IIII", request["uid"] - UID_BASE + 1, groups, len(request["files"]), request["sockets"])
+        also = bool(request.get("also"))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        counts = (groups, len(request["files"]), request["sockets"], also, 0)
+        message = struct.pack("=6I", request["uid"] - UID_BASE + 1, *counts)
         message += b"".join(struct.pack("=QQ", *each) for each in files)
-        passed = array.array("i", [*fds[:groups], said, *fds[groups:]])
+        passed = array.array("i", [*fds[:groups], said, *fds[groups:], *([theirs.fileno()] if also else ())])
         try:
             stem.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
             answer = stem.recv(1000)
@@ -389,8 +383,15 @@ class Launcher:
             raise OSError(f"a stem can't branch: {error}") from None
         finally:
             os.close(said)
+            theirs.close()
         self.live[request["id"]], self.said[request["id"]] = pid, words
+        if also:
+            self.keep_stem(request["id"], ours)
         return pid
+
+    def keep_stem(self, name: str, ours: socket.socket) -> None:
+        ours.settimeout(STEM_ANSWER_S)
+        self.stems[name] = ours
 
     def reap(self) -> None:
         while True:

@@ -139,9 +139,11 @@ class LauncherClient:
         files: Sequence[tuple[os.stat_result, int]],
         sockets: Sequence[tuple[int, int]],
         uid: int,
+        also: bool = False,
     ) -> int:
         """Have a VMM that was started for it copy itself: the copy's pid. `files`: the stem's, and what takes their
-        places; `sockets`: pairs as in `launcher.py`. Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
+        places; `sockets`: pairs as in `launcher.py`; `also`: it is a stem, too. Raises `CreateFailed`, and the stem is
+        ended; `Unavailable`."""
         answer, _ = await self._ask(
             "branch",
             [*groups, *(fd for _, fd in files), *itertools.chain.from_iterable(sockets)],
@@ -151,6 +153,7 @@ class LauncherClient:
             uid=uid,
             files=[(stat.st_dev, stat.st_ino) for stat, _ in files],
             sockets=len(sockets),
+            also=also,
         )
         return _pid(answer)
 

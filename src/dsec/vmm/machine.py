@@ -202,10 +202,12 @@ class Machines:
         files: Sequence[tuple[os.stat_result, int]] = (),
         sockets: Sequence[str] = SOCKETS,
         slot: Slot | None = None,
+        also: bool = False,
     ) -> Machine:
         """A copy of a machine that was started as a stem and stands still. `control`: of a VMM by a connection that is
         in use. `disk`: as in `start`; else a copy of the stem's. `files`: other files of the stem's, and what takes
-        their places. `sockets`: those that it has, in stem.c's order. Otherwise as `start`."""
+        their places. `sockets`: those that it has, in stem.c's order. `also`: it is a stem, too. Otherwise as
+        `start`."""
         launcher = self._serving()
         slot = slot or self.pool.take(reservation, shape, name, 0)
         directory = self._place(name)
@@ -227,6 +229,7 @@ class Machines:
                     files=[(source.stat(), own), *files],
                     sockets=theirs,
                     uid=uid_of(name),
+                    also=also,
                 )
             undo.pop_all()
         found = control(ends.pop("control"))

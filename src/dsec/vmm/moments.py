@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -47,8 +48,10 @@ class Moment(Struct, frozen=True):
 class Moments:
     """All moments of a node."""
 
-    def __init__(self, disks: Disks) -> None:
+    def __init__(self, disks: Disks, on_drop: Callable[[str], None]) -> None:
+        """`on_drop(name)`: nobody begins as this one any more."""
         self._disks = disks
+        self._on_drop = on_drop
         self._kept: dict[str, Moment] = {}
 
     def get(self, name: str) -> Moment:
@@ -119,6 +122,7 @@ class Moments:
         """Idempotent."""
         moment = self._kept.pop(name, None)
         if moment is not None:
+            self._on_drop(name)
             os.close(moment.template.memory)
             os.close(moment.template.state)
             moment.template.disk.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from dsec.errors import CreateFailed, DsecError, Unavailable
 from dsec.kernel.cgroups import Shape, Slot
-from dsec.vmm.first_words import rehearse
+from dsec.vmm.first_words import rehearse, settle_in
 from dsec.vmm.machine import SOCKETS, Machine, Machines, restored
 from dsec.vmm.qemu import QemuControl
 from dsec.vmm.template_cache import Template
@@ -50,10 +50,13 @@ class Stem(Struct, frozen=True):
     reservation: str
     connections: tuple[socket.socket, ...]
     """Its ends of a branch's port and console are copies of these'."""
+    token: bytes = b""
+    """What the guest of a moment's takes for a channel's begin."""
 
 
-Start = Callable[[str, str], Awaitable[Machine]]
+StartStem = Callable[[str, str], Awaitable[Machine]]
 """`start(name, reservation)`: a clone, as a stem, which waits until it is told to read its state."""
+Prepare = Callable[[Machine, socket.socket], Awaitable[bytes]]
 
 
 class Stems:
@@ -73,10 +76,28 @@ class Stems:
         """Until it is tried again."""
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def get(self, template: Template, shape: Shape, start: Start, *, blank: bool = False) -> Stem | None:
+    async def get(self, template: Template, shape: Shape, start: StartStem) -> Stem | None:
         """A template's stem, with these limits; None where there is none to be had. Takes a second or more where it is
-        to be made first. `blank`: one that has not read any state, and may become any machine of the kind."""
-        key = f"{template.key}{'.blank' if blank else ''}"
+        to be made first."""
+        return await self._get(template.key, template, shape, start, self._rehearsed)
+
+    async def blank(self, template: Template, shape: Shape, start: StartStem) -> Stem | None:
+        """One that has not read any state, and may become any machine of the kind; else as `get`."""
+        return await self._get(f"{template.key}.blank", template, shape, start, _unchanged)
+
+    async def of_moment(self, moment: Template, token: bytes, shape: Shape, start: StartStem) -> Stem | None:
+        """A machine as it was, whose guest has once become another, which it does slowly the first time. `start` makes
+        it a stem that has read its state. `drop` it with the moment. Else as `get`."""
+
+        async def become_one(machine: Machine, port: socket.socket) -> bytes:
+            await machine.control.resume()
+            after = await settle_in(port, token)
+            await machine.control.stop()
+            return after
+
+        return await self._get(moment.key, moment, shape, start, become_one)
+
+    async def _get(self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare) -> Stem | None:
         if not self._wanted or key in self._impossible:
             return None
         found = self._stems.get(key)
@@ -86,7 +107,7 @@ class Stems:
         if found is None:
             making = self._making.get(key)
             if making is None:
-                making = asyncio.create_task(self._make(key, template, shape, start, blank), name="stem of machines")
+                making = asyncio.create_task(self._make(key, template, shape, start, prepare), name="stem of machines")
                 self._making[key] = making
                 making.add_done_callback(lambda _: self._making.pop(key, None))
             found = await asyncio.shield(making)
@@ -110,6 +131,7 @@ class Stems:
         disk: Callable[[], int] | None = None,
         files: Sequence[tuple[os.stat_result, int]] = (),
         slot: Slot | None = None,
+        also: bool = False,
     ) -> Machine:
         """A machine that stands still, as its template's clones; of a blank stem, as a machine was (`moment`), with
         that one's `disk`. The others as `Machines.branch`. Raises as that, and the stem goes."""
@@ -128,6 +150,7 @@ class Stems:
                 files=files,
                 sockets=(*SOCKETS, "console") if self._console else SOCKETS,
                 slot=slot,
+                also=also,
             )
             if moment is not None:
                 await restored(machine)
@@ -165,7 +188,9 @@ class Stems:
             timer.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def _make(self, key: str, template: Template, shape: Shape, start: Start, blank: bool) -> Stem | None:
+    async def _make(
+        self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare
+    ) -> Stem | None:
         files = os.fstat(template.memory), os.fstat(template.state)
         name = f"s{secrets.token_hex(8)}"
         reservation = self._machines.pool.reserve(shape)
@@ -176,9 +201,8 @@ class Stems:
             connections.append(port := await machine.port())
             if self._console:
                 connections.append(machine.connect("console"))
-            if not blank:
-                await self._rehearse(machine, port)
-            await asyncio.sleep(SETTLE_S)
+            async with asyncio.timeout(REHEARSAL_S):
+                token = await prepare(machine, port)
         except BaseException as error:
             for connection in connections:
                 connection.close()
@@ -188,21 +212,26 @@ class Stems:
             log.warning("machines of %s will be plain clones: %s", key, str(error) or "no rehearsal in time")
             self._impossible[key] = asyncio.get_running_loop().call_later(IDLE_S, self._impossible.pop, key)
             return None
-        stem = self._stems[key] = Stem(key, *files, machine, reservation, tuple(connections))
+        stem = self._stems[key] = Stem(key, *files, machine, reservation, tuple(connections), token)
         while len(self._stems) > STEMS_MOST:
             self.drop(next(iter(self._stems)))
         return stem
 
-    async def _rehearse(self, machine: Machine, port: socket.socket) -> None:
+    async def _rehearsed(self, machine: Machine, port: socket.socket) -> bytes:
         await restored(machine)
-        async with asyncio.timeout(REHEARSAL_S):
-            await machine.control.resume()
-            for _ in range(REHEARSALS):
-                await rehearse(port)
-                await asyncio.sleep(self._settle_s)
-            await machine.control.stop()
+        await machine.control.resume()
+        for _ in range(REHEARSALS):
+            await rehearse(port)
+            await asyncio.sleep(self._settle_s)
+        await machine.control.stop()
+        await asyncio.sleep(SETTLE_S)
+        return b""
 
     async def _end(self, stem: Stem) -> None:
         for connection in stem.connections:
             connection.close()
         await self._machines.end(stem.machine.name, stem.reservation, stem.machine)
+
+
+async def _unchanged(_machine: Machine, _port: socket.socket) -> bytes:
+    return b""

@@ -57,7 +57,7 @@ class MicroVmBackend:
         self._clock = clock
         self._instances: dict[str, MachineInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self.moments = Moments(node.disks)
+        self.moments = Moments(node.disks, node.stems.drop)
         self.captures = Captures(node, self.moments)
         self.suspends = Suspends(node, self._watching)
         self._suspend = suspend
@@ -224,9 +224,9 @@ class MicroVmBackend:
         layers = spec.layers or node.host.environments.get(spec.environment).layers
         shape = Shape(handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"], tuple(layers))
         moment = self.moments.get(handle["capture"]) if handle["capture"] else None
-        machine = node.spares.take(handle["vm"])
+        machine, before = node.spares.take(handle["vm"]), b""
         if moment is not None:
-            machine = await node.go_on_from(handle["vm"], handle["slot"], shape, handle["cpus"], moment.template)
+            machine, before = await node.child(handle["vm"], handle["slot"], shape, handle["cpus"], moment)
         elif machine is None:
             machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
@@ -240,7 +240,7 @@ class MicroVmBackend:
                 pids=spec.pids,
                 no_new_privs=spec.no_new_privs,
             )
-            inside_s = await (become(sock, moment.token, identity) if moment else configure(sock, identity))
+            inside_s = await (become(sock, before, identity) if before else configure(sock, identity))
         except BaseException:
             sock.close()
             raise

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dsec.backends.microvm.spares import Spares
 from dsec.backends.microvm.templates import Templates
 from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel.cgroups import CgroupRoot, Slot
+from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine, restored
+from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
-from dsec.vmm.stems import STEM, Stem, Stems
+from dsec.vmm.stems import STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Template
 
 _WRITE = os.O_RDWR | os.O_CLOEXEC
@@ -74,7 +77,7 @@ class VmNode(MachineNode):
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
         template = await self.templates.get(shape)
-        stem = await self._stem(shape, template)
+        stem = await self.stems.get(template, *self._stem(shape, template))
         if stem is not None:
             groups = self.machines.group_shape(shape.memory_bytes, cpus)
             return await self.stems.branch(stem, name, reservation, groups)
@@ -86,7 +89,7 @@ class VmNode(MachineNode):
         self.templates.trust(template)
         return machine
 
-    async def _stem(self, shape: Shape, template: Template, *, blank: bool = False) -> Stem | None:
+    def _stem(self, shape: Shape, template: Template) -> tuple[GroupShape, StartStem]:
         async def start(name: str, reservation: str) -> Machine:
             library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -94,8 +97,7 @@ class VmNode(MachineNode):
             finally:
                 os.close(library)
 
-        groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
-        return await self.stems.get(template, groups, start, blank=blank)
+        return self.machines.group_shape(shape.memory_bytes, shape.vcpus), start
 
     async def _start(
         self,
@@ -143,8 +145,7 @@ class VmNode(MachineNode):
         """As `clone`, of a machine as it was (`VmmControl.split`). `slot`: it goes on where it ran before, with its own
         disk."""
         await self.serving()
-        template = self.templates.opened(shape)
-        stem = await self._stem(shape, template, blank=True) if template else None
+        stem = await self._blank(shape)
         if stem is None:
             return await restored(await self._start(name, reservation, shape, cpus, moment, slot=slot))
         return await self.stems.branch(
@@ -156,6 +157,31 @@ class VmNode(MachineNode):
             disk=self._disk(name, moment, slot),
             slot=slot,
         )
+
+    async def child(
+        self, name: str, reservation: str, shape: Shape, cpus: float, moment: Moment
+    ) -> tuple[Machine, bytes]:
+        """As `go_on_from`, one of several; and what its guest takes for a channel's begin."""
+        await self.serving()
+        blank, stem, then = await self._blank(shape), None, moment.template
+        if blank is not None:
+
+            async def start(own: str, reserved: str) -> Machine:
+                disk = partial(self.disks.copy, own, then.disk)
+                return await self.stems.branch(blank, own, reserved, groups, moment=then, disk=disk, also=True)
+
+            groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
+            stem = await self.stems.of_moment(then, moment.token, groups, start)
+        if stem is None:
+            return await self.go_on_from(name, reservation, shape, cpus, then), moment.token
+        groups = self.machines.group_shape(shape.memory_bytes, cpus)
+        return await self.stems.branch(stem, name, reservation, groups), stem.token
+
+    async def _blank(self, shape: Shape) -> Stem | None:
+        template = self.templates.opened(shape)
+        if template is None:
+            return None
+        return await self.stems.blank(template, *self._stem(shape, template))
 
     def _disk(self, name: str, template: Template, slot: Slot | None) -> Callable[[], int]:
         return lambda: os.open(template.disk, _WRITE) if slot else self.disks.copy(name, template.disk)

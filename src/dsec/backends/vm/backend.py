@@ -43,7 +43,7 @@ from dsec.spec.screen import Checkpoint
 from dsec.vmm.ends import stopped, whole, why
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.images import Image
-from dsec.vmm.moments import Moment, Moments
+from dsec.vmm.moments import Moments
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class VmBackend:
     def __init__(self, node: FullNode, clock: Clock) -> None:
         self.node = node
         self._clock = clock
-        self.moments = Moments(node.disks)
+        self.moments = Moments(node.disks, node.stems.drop)
         self._checkpoints: dict[str, dict[str, _Kept]] = {}
         self._instances: dict[str, FullInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -225,16 +225,16 @@ class VmBackend:
         image = node.images.find(handle["image"])
         shape = FullShape(image.digest, handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"])
         seat = Seat(handle["vm"], handle["slot"], handle["cpus"])
-        moment = self.moments.get(handle["capture"]) if handle["capture"] else None
+        moment, before = self.moments.get(handle["capture"]) if handle["capture"] else None, b""
         if moment is not None:
-            full = await node.go_on_from(seat, shape, image, moment.template)
+            full, before = await node.child(seat, shape, image, moment)
         elif image.traits.guest:
             full = await node.clone(seat, shape, image)
         else:
             full = await node.boot(seat, shape, image)
         restored = self._clock.monotonic()
         try:
-            sock = await self._begin(sandbox_id, spec, handle, full, moment)
+            sock = await self._begin(sandbox_id, spec, handle, full, before)
             configured = self._clock.monotonic()
             instance = await self._serve(sandbox_id, full, handle, sock, fresh=True)
         except BaseException:
@@ -250,10 +250,10 @@ class VmBackend:
         return instance
 
     async def _begin(
-        self, sandbox_id: str, spec: SandboxSpec, handle: Handle, full: Full, moment: Moment | None
+        self, sandbox_id: str, spec: SandboxSpec, handle: Handle, full: Full, before: bytes
     ) -> socket.socket | None:
-        """Let it go on, as somebody: the connection to its guest, where it has one."""
-        if handle["guest"] or moment is not None:
+        """Let it go on, as somebody: the connection to its guest, where it has one. `before`: as of `child`."""
+        if handle["guest"] or before:
             await full.control.resume()
         if not handle["guest"]:
             return None
@@ -265,7 +265,7 @@ class VmBackend:
                 pids=spec.pids,
                 no_new_privs=spec.no_new_privs,
             )
-            await (become(sock, moment.token, identity) if moment else configure(sock, identity))
+            await (become(sock, before, identity) if before else configure(sock, identity))
         except BaseException:
             sock.close()
             raise

@@ -33,14 +33,16 @@ from dsec.backends.vm.line import (
 )
 from dsec.errors import CreateFailed
 from dsec.kernel.cgroups import CgroupRoot
+from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.vmm import seed
 from dsec.vmm.first_words import wait_ready
 from dsec.vmm.images import Image, ImageStore, Traits
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine, restored
+from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
 from dsec.vmm.qemu import QemuControl, QemuDriver
-from dsec.vmm.stems import STEM, Stem, Stems
+from dsec.vmm.stems import STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Size, Template, TemplateCache
 
 VERSION = 2
@@ -135,56 +137,59 @@ class FullNode(MachineNode):
     async def clone(self, seat: Seat, shape: FullShape, image: Image) -> Full:
         """One that goes on from its template, and waits. As `boot`."""
         template = await self.template(shape, image)
-        return await self._go_on(seat, shape, image.traits, await self._stem(shape, image.traits, template), template)
-
-    async def go_on_from(self, seat: Seat, shape: FullShape, image: Image, moment: Template) -> Full:
-        """The same of a machine as it was (`VmmControl.split`)."""
-        await self.serving()
-        template = (
-            self.templates.opened(await asyncio.to_thread(self.key, shape, image)) if image.traits.guest else None
-        )
-        stem = await self._stem(shape, image.traits, template, blank=True) if template else None
-        return await self._go_on(seat, shape, image.traits, stem, moment, became=True)
-
-    async def _go_on(
-        self,
-        seat: Seat,
-        shape: FullShape,
-        traits: Traits,
-        stem: Stem | None,
-        template: Template,
-        *,
-        became: bool = False,
-    ) -> Full:
+        stem = await self.stems.get(template, *self._stem(shape, image.traits, template))
         if stem is None:
-            return Full(await restored(await self._start_clone(seat, shape, traits, template)))
+            return Full(await restored(await self._start_clone(seat, shape, image.traits, template)))
+        return Full(await self._branch(seat, shape, image.traits, stem))
+
+    async def child(self, seat: Seat, shape: FullShape, image: Image, moment: Moment) -> tuple[Full, bytes]:
+        """The same of a machine as it was; and what its guest takes for a channel's begin."""
+        await self.serving()
+        key, traits, then = await asyncio.to_thread(self.key, shape, image), image.traits, moment.template
+        template = self.templates.opened(key) if traits.guest else None
+        blank = await self.stems.blank(template, *self._stem(shape, traits, template)) if template else None
+        if blank is not None:
+
+            async def start(name: str, reservation: str) -> Machine:
+                return await self._branch(Seat(name, reservation, shape.vcpus), shape, traits, blank, also_of=then)
+
+            groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
+            stem = await self.stems.of_moment(then, moment.token, groups, start)
+            if stem is not None:
+                return Full(await self._branch(seat, shape, traits, stem)), stem.token
+        return Full(await restored(await self._start_clone(seat, shape, traits, then))), moment.token
+
+    async def _branch(
+        self, seat: Seat, shape: FullShape, traits: Traits, stem: Stem, *, also_of: Template | None = None
+    ) -> Machine:
+        """`also_of`: a stem, too, of a machine as it was then."""
         with contextlib.ExitStack() as stack:
             files: list[tuple[os.stat_result, int]] = []
             if traits.firmware == "uefi":
-                files.append((self._variables[stem.machine.name], stack.enter_context(own_variables())))
-            return Full(
-                await self.stems.branch(
-                    stem,
-                    seat.name,
-                    seat.reservation,
-                    self.machines.group_shape(shape.memory_bytes, seat.cpus),
-                    moment=template if became else None,
-                    disk=partial(self.disks.copy, seat.name, template.disk) if became else None,
-                    files=files,
-                )
+                files.append((self._variables[stem.machine.name], own := stack.enter_context(own_variables())))
+                if also_of is not None:
+                    self._variables[seat.name] = os.fstat(own)
+            return await self.stems.branch(
+                stem,
+                seat.name,
+                seat.reservation,
+                self.machines.group_shape(shape.memory_bytes, seat.cpus),
+                moment=also_of,
+                disk=partial(self.disks.copy, seat.name, also_of.disk) if also_of else None,
+                files=files,
+                also=also_of is not None,
             )
 
-    async def _stem(self, shape: FullShape, traits: Traits, template: Template, *, blank: bool = False) -> Stem | None:
+    def _stem(self, shape: FullShape, traits: Traits, template: Template) -> tuple[GroupShape, StartStem]:
         async def start(name: str, reservation: str) -> Machine:
             library = os.open(self._guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
-            seat = Seat(name, reservation, shape.vcpus)
             try:
+                seat = Seat(name, reservation, shape.vcpus)
                 return await self._start_clone(seat, shape, traits, template, stem=library)
             finally:
                 os.close(library)
 
-        groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
-        return await self.stems.get(template, groups, start, blank=blank)
+        return self.machines.group_shape(shape.memory_bytes, shape.vcpus), start
 
     async def _start_clone(
         self,
