@@ -270,6 +270,9 @@ async def open_edge(
             ),
             key_policy=network.keys,
         )
+        for each in backends.values():
+            if isinstance(each, MicroVmBackend | VmBackend):
+                each.node.machines.kept.count_with(edge.promise)
         jails = Jails(ContainerJails(backend, state.tenant, edge.promise), host.environments.around, clock)
         on_jails(jails)
         try:

@@ -97,7 +97,7 @@ async def test_a_templates_files_go_while_clones_live(node: Node) -> None:
     kept = templates.root / key
     for name in ("memory", "state", "disk"):
         os.truncate(kept / name, (kept / name).stat().st_size // 2)
-    templates._disk(key).unlink()
+    templates.disk(key).unlink()
     ok(await shell(one.channel, "cat /usr/bin/python3* > /dev/null; echo x > /x; sync"))
     two = await node.make("two")  # its template is made again
     assert len(templates.boots_s) == boots + 1

@@ -26,6 +26,7 @@ from dsec.kernel.cgroups import Slot
 from dsec.store.layers import LayerStore
 from dsec.vmm.disks import Disks
 from dsec.vmm.driver import Command, LayerDisks, VmmControl, VmmDriver
+from dsec.vmm.kept import Kept
 from dsec.vmm.launcher import UID_BASE, UIDS
 from dsec.vmm.launching import Ended, LauncherClient
 from dsec.vmm.sockets import connect, listen, short
@@ -91,6 +92,7 @@ class Machines:
         self.disks = disks
         self.pool = pool
         self._layers = layers
+        self.kept = Kept()
         self.launcher: LauncherClient | None = None
         self._exits: dict[str, asyncio.Future[Ended]] = {}
         self._pids: dict[str, int] = {}

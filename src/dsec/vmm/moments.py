@@ -21,8 +21,9 @@ from msgspec import Struct
 from dsec.errors import Unavailable
 from dsec.kernel.private_pages import Copy
 from dsec.ports import Handle
-from dsec.vmm.disks import Disks
 from dsec.vmm.instance import MachineInstance
+from dsec.vmm.kept import held_bytes
+from dsec.vmm.machine import Machines
 from dsec.vmm.template_cache import Template, seal
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,10 @@ class Moment(Struct, frozen=True):
 class Moments:
     """All moments of a node."""
 
-    def __init__(self, disks: Disks, on_drop: Callable[[str], None]) -> None:
+    def __init__(self, machines: Machines, on_drop: Callable[[str], None]) -> None:
         """`on_drop(name)`: nobody begins as this one any more."""
-        self._disks = disks
+        self._disks = machines.disks
+        self._memory = machines.kept
         self._on_drop = on_drop
         self._kept: dict[str, Moment] = {}
 
@@ -95,6 +97,7 @@ class Moments:
             template = Template(name, memory, state, self._disks.template_path(name), handle.get("machine", ""))
             token = bytes.fromhex(handle["token"])
             self._kept[name] = Moment(template, token, held, stood_s, copy.private_bytes)
+            self._memory.put(name, held_bytes(memory, state))
             undo.pop_all()
         return name
 
@@ -123,6 +126,7 @@ class Moments:
         moment = self._kept.pop(name, None)
         if moment is not None:
             self._on_drop(name)
+            self._memory.drop(name)
             os.close(moment.template.memory)
             os.close(moment.template.state)
             moment.template.disk.unlink(missing_ok=True)

@@ -213,6 +213,7 @@ class Stems:
             self._impossible[key] = asyncio.get_running_loop().call_later(IDLE_S, self._impossible.pop, key)
             return None
         stem = self._stems[key] = Stem(key, *files, machine, reservation, tuple(connections), token)
+        self._machines.kept.put(name, machine.slot.usage().memory_bytes)
         while len(self._stems) > STEMS_MOST:
             self.drop(next(iter(self._stems)))
         return stem
@@ -228,6 +229,7 @@ class Stems:
         return b""
 
     async def _end(self, stem: Stem) -> None:
+        self._machines.kept.drop(stem.machine.name)
         for connection in stem.connections:
             connection.close()
         await self._machines.end(stem.machine.name, stem.reservation, stem.machine)

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from dsec.errors import Unavailable
 from dsec.vmm.disks import copy_data, copy_file
+from dsec.vmm.kept import held_bytes
 from dsec.vmm.machine import Machines
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class Size(Struct, frozen=True):
 
 class _Note(Struct, frozen=True):
     size: Size
+    state_bytes: int
+    machine: str
     boot_s: float
     created_at: float
 
@@ -78,18 +81,23 @@ class TemplateCache:
         self._keep_open = keep_open
         self._open: dict[str, Template] = {}
         self._making: dict[str, asyncio.Task[Template]] = {}
+        self._doubted: set[str] = set()
         self.boots_s: list[float] = []
         """How long those that were made here took."""
 
-    async def get(self, key: str, size: Size, make: Make) -> Template:
-        """The template; made, or read from disk, where it isn't there. Raises as `make`, OSError."""
+    async def get(self, key: str, size: Size, make: Make, machine: str = "") -> Template:
+        """The template; made, or read from disk, where it isn't there. `machine`: as in `Template`. Raises as `make`,
+        OSError."""
         found = self._open.pop(key, None)
         if found is not None:
             self._open[key] = found  # the last used is the last to go
-            return found
+            if _has(found.disk, size.disk_bytes):
+                return found
+            log.warning("a template's disk was removed or cut: it is made again")
+            await self.discard(found)
         making = self._making.get(key)
         if making is None:
-            making = self._making[key] = asyncio.create_task(self._make(key, size, make), name="template")
+            making = self._making[key] = asyncio.create_task(self._make(key, size, make, machine), name="template")
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
 
@@ -101,9 +109,10 @@ class TemplateCache:
         """What the launcher holds for an earlier server."""
         launcher = self._machines.launcher
         for key in held:
-            if launcher is not None and self.disk(key).exists():
+            note = await asyncio.to_thread(self._note, key)
+            if launcher is not None and note is not None and self.disk(key).exists():
                 memory, state = await launcher.take(key)
-                self._open[key] = Template(key, memory, state, self.disk(key))
+                self._put(Template(key, memory, state, self.disk(key), note.machine))
         self._machines.disks.drop_templates(self._open.keys())
 
     async def hold_all(self) -> None:
@@ -113,12 +122,26 @@ class TemplateCache:
             if launcher is not None:
                 await launcher.hold(template.key, [template.memory, template.state])
 
-    async def remove(self, key: str) -> None:
-        """Clones that live go on. Idempotent."""
-        if key in self._open:
-            await self._let_go(key)
-        await asyncio.to_thread(shutil.rmtree, self.root / key, True)
-        self.disk(key).unlink(missing_ok=True)
+    async def doubt(self, template: Template) -> None:
+        """A clone of it failed; the second in a row is its own fault, and it is made again."""
+        if template.key in self._doubted:
+            log.warning("clones of a template fail: it is made again")
+            await self.discard(template)
+        else:
+            self._doubted.add(template.key)
+
+    def trust(self, template: Template) -> None:
+        """A clone of it goes on."""
+        self._doubted.discard(template.key)
+
+    async def discard(self, template: Template) -> None:
+        """Here and on disk; clones that live go on."""
+        self._doubted.discard(template.key)
+        if self._open.get(template.key) is not template:
+            return  # it has been made again meanwhile
+        await self._let_go(template.key)
+        template.disk.unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, self.root / template.key, True)
 
     async def close(self) -> None:
         """Let go of all; clones and the launcher keep theirs."""
@@ -133,8 +156,13 @@ class TemplateCache:
         """Where the disk is that clones begin with."""
         return self._machines.disks.template_path(key)
 
+    def _put(self, template: Template) -> None:
+        self._open[template.key] = template
+        self._machines.kept.put(template.key, held_bytes(template.memory, template.state))
+
     def _close(self, key: str) -> None:
         template = self._open.pop(key)
+        self._machines.kept.drop(key)
         os.close(template.memory)
         os.close(template.state)
 
@@ -146,11 +174,11 @@ class TemplateCache:
 
     # --- making ---
 
-    async def _make(self, key: str, size: Size, make: Make) -> Template:
+    async def _make(self, key: str, size: Size, make: Make, machine: str) -> Template:
         template = await asyncio.to_thread(self._load, key, size)
         if template is None:
-            template = await self._make_new(key, size, make)
-        self._open[key] = template
+            template = await self._make_new(key, size, make, machine)
+        self._put(template)
         if self._machines.launcher is not None:
             with contextlib.suppress(Unavailable):
                 await self._machines.launcher.hold(key, [template.memory, template.state])
@@ -158,17 +186,18 @@ class TemplateCache:
             await self._let_go(next(iter(self._open)))
         return template
 
-    async def _make_new(self, key: str, size: Size, make: Make) -> Template:
+    async def _make_new(self, key: str, size: Size, make: Make, machine: str) -> Template:
         with contextlib.ExitStack() as undo:
             memory, state = (_memfd(name, undo) for name in ("memory", "state"))
             os.ftruncate(memory, size.memory_bytes)
             ready_s = await make(memory, state)
             for fd in (memory, state):
                 seal(fd)
-            await asyncio.to_thread(self._save, key, memory, state, _Note(size, ready_s, time.time()))
+            note = _Note(size, os.fstat(state).st_size, machine, ready_s, time.time())
+            await asyncio.to_thread(self._save, key, memory, state, note)
             undo.pop_all()
         self.boots_s.append(ready_s)
-        return Template(key, memory, state, self.disk(key))
+        return Template(key, memory, state, self.disk(key), machine)
 
     # --- on disk ---
 
@@ -191,29 +220,44 @@ class TemplateCache:
             log.warning("a template can't be kept on disk: %s", error)
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def _note(self, key: str) -> _Note | None:
+        try:
+            return msgspec.json.decode((self.root / key / "template.json").read_bytes(), type=_Note)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
     def _load(self, key: str, size: Size) -> Template | None:
         """None where it isn't there, or was cut short."""
         directory = self.root / key
         with contextlib.ExitStack() as undo:
+            note = self._note(key)
             try:
-                note = msgspec.json.decode((directory / "template.json").read_bytes(), type=_Note)
+                if note is None:
+                    raise ValueError("no note")
                 found = [_memfd(name, undo) for name in ("memory", "state")]
                 for name, fd in zip(("memory", "state"), found, strict=True):
                     with open(directory / name, "rb") as file:
                         copy_data(file.fileno(), fd)
                     seal(fd)
                 sizes = Size(os.fstat(found[0]).st_size, (directory / "disk").stat().st_size)
-                if sizes != size or note.size != size or not os.fstat(found[1]).st_size:
+                if sizes != size or note.size != size or os.fstat(found[1]).st_size != note.state_bytes:
                     raise ValueError("cut short")
                 self._machines.disks.bring(directory / "disk", key)
                 os.utime(directory / "template.json")
-            except (OSError, ValueError, msgspec.MsgspecError):
+            except (OSError, ValueError):
                 if directory.exists():
                     log.warning("a template on disk is of no use, and goes: %s", key)
                     shutil.rmtree(directory, ignore_errors=True)
                 return None
             undo.pop_all()
-            return Template(key, found[0], found[1], self.disk(key))
+            return Template(key, found[0], found[1], self.disk(key), note.machine)
+
+
+def _has(disk: Path, size: int) -> bool:
+    try:
+        return disk.stat().st_size == size
+    except OSError:
+        return False
 
 
 def seal(fd: int) -> None:

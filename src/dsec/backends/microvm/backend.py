@@ -57,7 +57,7 @@ class MicroVmBackend:
         self._clock = clock
         self._instances: dict[str, MachineInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self.moments = Moments(node.disks, node.stems.drop)
+        self.moments = Moments(node.machines, node.stems.drop)
         self.captures = Captures(node, self.moments)
         self.suspends = Suspends(node, self._watching)
         self._suspend = suspend

@@ -76,7 +76,7 @@ class VmNode(MachineNode):
         """A machine that waits to become somebody. `Machines.end` removes what it made, also where this fails. Raises
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""
         await self.serving()
-        template = await self.templates.get(shape)
+        template = await self.templates.of(shape)
         stem = await self.stems.get(template, *self._stem(shape, template))
         if stem is not None:
             groups = self.machines.group_shape(shape.memory_bytes, cpus)
@@ -178,7 +178,7 @@ class VmNode(MachineNode):
         return await self.stems.branch(stem, name, reservation, groups), stem.token
 
     async def _blank(self, shape: Shape) -> Stem | None:
-        template = self.templates.opened(shape)
+        template = self.templates.opened_of(shape)
         if template is None:
             return None
         return await self.stems.blank(template, *self._stem(shape, template))

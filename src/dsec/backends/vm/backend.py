@@ -69,7 +69,7 @@ class VmBackend:
     def __init__(self, node: FullNode, clock: Clock) -> None:
         self.node = node
         self._clock = clock
-        self.moments = Moments(node.disks, node.stems.drop)
+        self.moments = Moments(node.machines, node.stems.drop)
         self._checkpoints: dict[str, dict[str, _Kept]] = {}
         self._instances: dict[str, FullInstance] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
