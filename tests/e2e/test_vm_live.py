@@ -158,7 +158,7 @@ async def test_the_serial_console(client: AsyncClient, small: SandboxSpec) -> No
     assert (await box.console.read(at.offset + len(at.data))).data == b""
 
 
-async def test_checkpoints(client: AsyncClient, small: SandboxSpec) -> None:
+async def test_checkpoints(server: Server, client: AsyncClient, small: SandboxSpec) -> None:
     box = await client.create(small)
     await said(box, "echo one > /root/state; echo one > /dev/shm/state")
     runs = await box.commands.start("n=0; while sleep 0.2; do n=$((n+1)); echo $n > /dev/shm/count; done", key="loop")
@@ -187,6 +187,14 @@ async def test_checkpoints(client: AsyncClient, small: SandboxSpec) -> None:
     with pytest.raises(NotFound):
         await child.checkpoints.revert("one")
     del runs
+    await said(box, "rm /root/state /dev/shm/state")
+    server.kill()
+    server.start()
+    async with server.client() as again:
+        box = await again.connect(box.id)
+        assert [each.name for each in await box.checkpoints.all()] == ["one"]
+        await box.checkpoints.revert("one")
+        assert await said(box, "cat /root/state /dev/shm/state") == "one\none"
 
 
 async def test_a_disk_without_our_guest(

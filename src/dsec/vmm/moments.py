@@ -2,7 +2,8 @@
 
 A moment is a template (`template_cache.Template`) made of a machine that goes on itself: memory and state in sealed
 memfds, a disk beside those of templates, which share what none has changed. It lives until it is dropped, or the server
-ends; machines that were made of it keep what they have mapped.
+ends; what is to outlive the server (`keep`) is held by the launcher, too, and `<volume>/<name>/NAME.moment` says what
+it is. Machines that were made of one keep what they have mapped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from dsec.errors import Unavailable
@@ -46,13 +48,25 @@ class Moment(Struct, frozen=True):
     """Of memory that is no template's."""
 
 
+class _Note(Struct, frozen=True):
+    """`NAME.moment`."""
+
+    token: str
+    held: bool
+    copied_bytes: int
+    machine: str
+    what: str
+
+
 class Moments:
     """All moments of a node."""
 
     def __init__(self, machines: Machines, on_drop: Callable[[str], None]) -> None:
         """`on_drop(name)`: nobody begins as this one any more."""
+        self._machines = machines
         self._disks = machines.disks
         self._memory = machines.kept
+        self._dropping: set[asyncio.Task[None]] = set()
         self._on_drop = on_drop
         self._kept: dict[str, Moment] = {}
 
@@ -121,20 +135,70 @@ class Moments:
             os.close(writable)
         return memory, held, time.monotonic() - began
 
+    async def keep(self, name: str, what: str) -> None:
+        """Have it outlive this server, with words for the next one (`adopt`). Raises `Unavailable`, OSError."""
+        moment, launcher = self.get(name), self._machines.launcher
+        if launcher is None:
+            raise Unavailable("the launcher of virtual machines is being started again")
+        template = moment.template
+        note = _Note(moment.token.hex(), moment.held, moment.copied_bytes, template.machine, what)
+        await launcher.hold(name, [template.memory, template.state])
+        self._note(name).write_bytes(msgspec.json.encode(note))
+
+    async def adopt(self, held: frozenset[str]) -> dict[str, str]:
+        """What an earlier server kept: names, with its words."""
+        found: dict[str, str] = {}
+        for path in self._disks.root.glob("*.moment"):
+            name, launcher, disk = path.stem, self._machines.launcher, self._disks.template_path(path.stem)
+            try:
+                if launcher is None or name not in held or not disk.exists():
+                    raise Unavailable("nobody holds it")
+                note = msgspec.json.decode(path.read_bytes(), type=_Note)
+                memory, state = await launcher.take(name)
+            except (OSError, msgspec.MsgspecError, Unavailable):
+                path.unlink(missing_ok=True)
+                continue
+            template = Template(name, memory, state, disk, note.machine)
+            self._kept[name] = Moment(template, bytes.fromhex(note.token), note.held, 0.0, note.copied_bytes)
+            self._memory.put(name, held_bytes(memory, state))
+            found[name] = note.what
+        return found
+
+    def _note(self, name: str) -> Path:
+        return self._disks.root / f"{name}.moment"
+
     def drop(self, name: str) -> None:
         """Idempotent."""
-        moment = self._kept.pop(name, None)
-        if moment is not None:
-            self._on_drop(name)
-            self._memory.drop(name)
-            os.close(moment.template.memory)
-            os.close(moment.template.state)
-            moment.template.disk.unlink(missing_ok=True)
+        if name in self._kept:
+            self._let_go(name).unlink(missing_ok=True)
+        if self._note(name).exists():
+            self._note(name).unlink()
+            dropping = asyncio.get_running_loop().create_task(self._drop_held(name), name="end of a moment")
+            self._dropping.add(dropping)
+            dropping.add_done_callback(self._dropping.discard)
 
-    def close(self) -> None:
-        """Drop all."""
+    async def _drop_held(self, name: str) -> None:
+        if self._machines.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self._machines.launcher.drop(name)
+
+    def _let_go(self, name: str) -> Path:
+        """Its disk."""
+        moment = self._kept.pop(name)
+        self._on_drop(name)
+        self._memory.drop(name)
+        os.close(moment.template.memory)
+        os.close(moment.template.state)
+        return moment.template.disk
+
+    async def close(self, *, keep: bool) -> None:
+        """`keep`: what is to outlive this server does. All else is dropped."""
         for name in list(self._kept):
-            self.drop(name)
+            if keep and self._note(name).exists():
+                self._let_go(name)
+            else:
+                self.drop(name)
+        await asyncio.gather(*self._dropping, return_exceptions=True)
 
 
 def _check_memory(needed: int) -> None:

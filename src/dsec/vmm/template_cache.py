@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from pathlib import Path
 
 import msgspec
@@ -105,15 +105,15 @@ class TemplateCache:
         """One that is in memory."""
         return self._open.get(key)
 
-    async def adopt(self, held: frozenset[str]) -> None:
-        """What the launcher holds for an earlier server."""
+    async def adopt(self, held: frozenset[str], others: Set[str] = frozenset()) -> None:
+        """What the launcher holds for an earlier server. `others`: whose disks stay."""
         launcher = self._machines.launcher
-        for key in held:
+        for key in held - others:
             note = await asyncio.to_thread(self._note, key)
             if launcher is not None and note is not None and self.disk(key).exists():
                 memory, state = await launcher.take(key)
                 self._put(Template(key, memory, state, self.disk(key), note.machine))
-        self._machines.disks.drop_templates(self._open.keys())
+        self._machines.disks.drop_templates(self._open.keys() | others)
 
     async def hold_all(self) -> None:
         """Hand what is open to a new launcher."""

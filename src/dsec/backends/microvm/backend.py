@@ -123,7 +123,7 @@ class MicroVmBackend:
             await instance.channel.close()
             instance.machine.close()
         self._instances.clear()
-        self.moments.close()
+        await self.moments.close(keep=False)
         await self.node.close(keep=keep)
 
     def _on_lost(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -53,6 +54,13 @@ MOST_VCPUS = 64
 MOST_CHECKPOINTS = 16
 """Of one machine."""
 _ADOPT_S = 30.0
+
+
+class _Of(Struct, frozen=True):
+    """What a moment is kept for."""
+
+    sandbox_id: str
+    checkpoint: Checkpoint
 
 
 class _Kept(Struct, frozen=True):
@@ -101,7 +109,8 @@ class VmBackend:
         found: dict[str, FullInstance | InstanceEnd] = {}
         if fresh:
             found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines was gone"))
-        await node.templates.adopt(state.held)
+        moments = await self.moments.adopt(state.held)
+        await node.templates.adopt(state.held, moments.keys())
         left = state.live.keys() | state.ended.keys() | node.machines.names()
         for sandbox_id, handle in known.items():
             if not handle:
@@ -119,6 +128,12 @@ class VmBackend:
         ours = {instance.machine.name for instance in self._instances.values()}
         for name in left - ours:
             await node.machines.end(name, "")
+        for name, what in moments.items():
+            of = msgspec.json.decode(what, type=_Of)
+            if of.sandbox_id in self._instances:
+                self._checkpoints.setdefault(of.sandbox_id, {})[of.checkpoint.name] = _Kept(name, of.checkpoint)
+            else:
+                self.moments.drop(name)
         return found
 
     async def close(self, *, keep: bool) -> None:
@@ -131,7 +146,7 @@ class VmBackend:
             await instance.channel.close()
             instance.full.close()
         self._instances.clear()
-        self.moments.close()
+        await self.moments.close(keep=keep)
         await self.node.close(keep=keep)
 
     def _on_lost(self) -> None:
@@ -349,8 +364,15 @@ class VmBackend:
             self.moments.drop(moment)
             raise Conflict(f"the checkpoint {name!r} was made by another call, or the machine ended")
         copied = self.moments.get(moment).copied_bytes
-        kept[name] = _Kept(moment, Checkpoint(name=name, created_at=self._clock.now(), memory_bytes=copied))
-        return kept[name].checkpoint
+        made = Checkpoint(name=name, created_at=self._clock.now(), memory_bytes=copied)
+        kept[name] = _Kept(moment, made)
+        try:
+            await self.moments.keep(moment, msgspec.json.encode(_Of(sandbox_id, made)).decode())
+        except BaseException:
+            kept.pop(name, None)
+            self.moments.drop(moment)
+            raise
+        return made
 
     def checkpoints(self, sandbox_id: str) -> list[Checkpoint]:
         """As in `screen_ports.CheckpointHost`."""
@@ -380,7 +402,7 @@ class VmBackend:
     def _kept(self, sandbox_id: str, name: str) -> _Kept:
         found = self._checkpoints.get(sandbox_id, {}).get(name)
         if found is None:
-            raise NotFound(f"there is no checkpoint {name!r}", remedy="Ask for the list; a server's end drops them.")
+            raise NotFound(f"there is no checkpoint {name!r}", remedy="Ask for the list.")
         return found
 
     # --- ending ---
