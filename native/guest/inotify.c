@@ -249,21 +249,33 @@ static bool other_half(uint32_t cookie, const struct directory **to, char name[2
     return false;
 }
 
+static uint32_t late; /* the cookie of a WRITE's file whose other half hasn't come in time: whoever writes hasn't had the CPU since */
+static bool late_fresh;
+
+/* A WRITE puts its file in place. */
+static void written(const char *path, bool fresh) {
+    if (fresh) tell('c', false, path, NULL);
+    tell('w', false, path, NULL);
+}
+
 static void moved(const struct directory *from, const char *name, bool directory, uint32_t cookie) {
     char before[MOST_PATH], path[MOST_PATH], to_name[256];
     const struct directory *to;
     bool fresh, temporary = is_temporary(name, &fresh), hidden;
     join(before, from->path, name);
     if (!other_half(cookie, &to, to_name)) {
-        if (temporary) return;
+        if (temporary) {
+            late = cookie;
+            late_fresh = fresh;
+            return;
+        }
         tell('r', directory, before, NULL);
         if (directory) relocate(before, NULL);
         return;
     }
     join(path, to->path, to_name);
-    if (temporary) { /* a WRITE puts its file in place */
-        if (fresh) tell('c', false, path, NULL);
-        tell('w', false, path, NULL);
+    if (temporary) {
+        written(path, fresh);
     } else if (is_temporary(to_name, &hidden)) {
         tell('r', directory, before, NULL);
     } else {
@@ -300,7 +312,10 @@ static void handle(const struct inotify_event *event) {
     }
     if (is_temporary(event->name, &fresh)) return;
     join(path, in->path, event->name);
-    if (event->mask & (IN_CREATE | IN_MOVED_TO)) {
+    if (event->mask & IN_MOVED_TO && late && event->cookie == late) {
+        late = 0;
+        written(path, late_fresh);
+    } else if (event->mask & (IN_CREATE | IN_MOVED_TO)) {
         tell('c', directory, path, NULL);
         if (directory && recursive) follow(path, true);
     } else if (event->mask & IN_DELETE) {
