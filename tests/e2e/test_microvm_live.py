@@ -11,10 +11,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec import AsyncClient, AsyncSandbox
 from dsec.errors import CreateFailed, InvalidRequest, Unsupported
+from dsec.kernel.cgroups import CgroupRoot
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
 from server_kit import PATIENCE_S, Server, serving
@@ -153,11 +155,30 @@ async def test_it_can_stand_still(client: AsyncClient) -> None:
     assert await said(box, "cat /kept") == "kept"
 
 
+async def test_a_class_of_cpus_is_the_vmms(server: Server, client: AsyncClient) -> None:
+    for backend in ("microvm", "container"):
+        for name, idle in (("batch", 1), ("latency", 0), (None, 0)):
+            box = await client.create(msgspec.structs.replace(SMALL, backend=backend, cpu_class=name))
+            assert await said(box, "echo here") == "here"
+            groups = [group_of(pid) for pid in server.guests()]  # a spare one's too
+            assert [(each / "cpu.idle").read_text() for each in groups].count("1\n") == idle
+            await box.kill()
+
+
+def group_of(pid: int) -> Path:
+    """The directory of a process's CPU limits."""
+    root = CgroupRoot.detect("any")
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(",") or (number == "0" and "cpu" not in root.v1):
+            return Path(str(root.v1.get("cpu", root.v2))) / path.lstrip("/")
+    raise AssertionError(pid)
+
+
 async def test_what_is_not_there_yet_is_refused(client: AsyncClient) -> None:
     for field, value in (
         ("tripwires", ["default"]),
         ("gpus", 1),
-        ("cpu_class", "batch"),
         ("require_kvm", True),
     ):
         with pytest.raises(Unsupported):

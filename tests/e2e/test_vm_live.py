@@ -20,6 +20,7 @@ from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxEnded, Unsupp
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.vmm.images import ImageStore, Traits
+from free_port import free_port
 from server_kit import PATIENCE_S, Server, serving
 
 pytestmark = [
@@ -31,6 +32,15 @@ pytestmark = [
     ),
 ]
 
+ADDRESS, PORT = "127.0.7.1", free_port()
+OUTSIDE = f"""
+[permissions.echo]
+hosts = ["echo.example"]
+ports = [{PORT}]
+private = true
+[hosts]
+"echo.example" = ["{ADDRESS}"]
+"""
 TABLET = """
 import json, pathlib, struct
 names = pathlib.Path("/proc/bus/input/devices").read_text().split("\\n\\n")
@@ -53,6 +63,7 @@ def server(debian_module_state: Path, full_templates: Path) -> Iterator[Server]:
     (debian_module_state / "full").mkdir()
     full_templates.mkdir(exist_ok=True)
     (debian_module_state / "full" / "templates").symlink_to(full_templates)
+    (debian_module_state / "network.toml").write_text(OUTSIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_VM_ACCEL", "tcg")
         patch.setenv("DSEC_VM_SPARE", "0")
@@ -89,6 +100,27 @@ def pixels(picture: bytes) -> tuple[int, int, bytes]:
             data += picture[at + 8 : at + 8 + length]
         at += 12 + length
     return width, height, zlib.decompress(data)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_network_by_name_without_a_card(client: AsyncClient, small: SandboxSpec) -> None:
+    ask = "import socket; s = socket.create_connection(('{}', {}), 20); s.sendall(b'hello'); print(s.recv(9))"
+    async with await asyncio.start_server(echo, ADDRESS, PORT):
+        box = await client.create(replace(small, network={"echo": True}))
+        assert await said(box, "ls /sys/class/net") == "lo"
+        assert await said(box, f'python3 -c "{ask.format("echo.example", PORT)}"') == "b'hello'"
+        for name, port in ((ADDRESS, PORT), ("other.example", PORT), ("echo.example", 22)):
+            assert (await box.commands.run(["python3", "-c", ask.format(name, port)])).exit_code == 1
+        checkpoint = await box.checkpoints.create("before")
+        assert checkpoint.name == "before"
+        await box.checkpoints.revert("before")
+        assert await said(box, f'python3 -c "{ask.format("echo.example", PORT)}"') == "b'hello'"
 
 
 async def until_it_changes(box: AsyncSandbox, before: bytes) -> bytes:

@@ -116,7 +116,7 @@ async def test_unknown_ids(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"cpu_class": "batch"}, Unsupported),
+        ({"cpu_class": "idle"}, InvalidRequest),
         ({"network": {"pipy": True}}, InvalidRequest),
         ({"network": {"pypi": True}}, Unsupported),
         ({"gpus": 0}, Unsupported),
@@ -150,8 +150,8 @@ async def test_specs_that_are_refused(kit: Kit, fields: dict[str, object], error
 async def test_what_is_unsupported_is_named(kit: Kit) -> None:
     async with kit.edge() as edge:
         with pytest.raises(Unsupported, match="not available in this version") as caught:
-            await edge.create(spec(cpu_class="batch"), project="p")
-        assert caught.value.details["field"] == "cpu_class"
+            await edge.create(spec(gpus=1), project="p")
+        assert caught.value.details["field"] == "gpus"
 
 
 async def test_a_failed_creation_leaves_nothing_and_says_where(kit: Kit) -> None:

@@ -73,6 +73,16 @@ class Networks:
         except DsecError as error:
             log.warning("sandbox %s has no network any more: %s", sandbox.id, error)
 
+    async def go_on(self, sandbox: Sandbox, instance: Instance) -> None:
+        """It has gone back to an earlier moment, as this instance: it may reach what it might before."""
+        box = self._egress.boxes.get(sandbox.id)
+        if box is None or box.policy.empty or not isinstance(instance, NetworkHost):
+            return
+        try:
+            await instance.serve_network(box.connected, box.query)
+        except DsecError as error:
+            log.warning("sandbox %s has no network any more: %s", sandbox.id, error)
+
     async def change(self, sandbox: Sandbox, network: Network, *, merge: bool) -> NetworkInfo:
         """Another policy from now on. `merge`: laid over the one it has. Raises `InvalidRequest`, `Unsupported`, and
         as `Sandbox.running`."""

@@ -99,6 +99,7 @@ class ScreenCalls:
         sandbox.usage = Usage()
         self._lives.watch(sandbox, instance)
         self._commands.adopt(sandbox)
+        await self._lives.networks.go_on(sandbox, instance)
         self._lives.notes.events.add(sandbox.id, EventType.REVERTED, {"name": name})
 
     @asynccontextmanager

@@ -29,14 +29,10 @@ _decoder = msgspec.json.Decoder(SandboxSpec)
 def resolve(spec: SandboxSpec, project: str, backends: Mapping[str, Backend]) -> tuple[Backend, SandboxSpec]:
     """The backend that makes this spec, and the spec with everything said. Raises `Unsupported`, `InvalidRequest`,
     `EnvironmentNotFound`, `NotFound`."""
-    for name, what in (
-        ("cpu_class", "CPU classes are"),
-        ("gpus", "access to GPUs is"),
-    ):
-        if getattr(spec, name) is not None:
-            raise Unsupported(
-                f"{name} is set, but {what} not available in this version", remedy=f"Leave {name} out.", field=name
-            )
+    if spec.gpus is not None:
+        raise Unsupported(
+            "gpus is set, but access to GPUs is not available in this version", remedy="Leave gpus out.", field="gpus"
+        )
     backend = backends.get(spec.backend)
     if backend is None:
         raise Unsupported(

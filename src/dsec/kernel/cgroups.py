@@ -43,12 +43,18 @@ _XATTR = "trusted.dsec"
 _ENODATA = errno.ENODATA
 
 
+_LEAST = {True: ("cpu.shares", "2"), False: ("cpu.weight", "1")}
+"""By whether the controller is a version 1 one."""
+
+
 class Shape(Struct, frozen=True):
     """The limits of a slot."""
 
     memory_bytes: int
     cpus: float
     pids: int
+    idle: bool = False
+    """It runs on what nobody else wants of the CPUs (SCHED_IDLE)."""
 
 
 class Note(Struct, frozen=True, omit_defaults=True):
@@ -232,15 +238,30 @@ class Slot:
             _write(f"{memory}/memory.max", str(shape.memory_bytes))
             if os.path.exists(f"{memory}/memory.swap.max"):
                 _write(f"{memory}/memory.swap.max", "0")
+        idle = f"{cpu}/cpu.idle"  # since Linux 5.15; while it is set there is no weight
+        if self.note is not None and self.note.shape.idle and os.path.exists(idle):
+            _write(idle, "0")
+        cpus = 0.0 if shape.idle else shape.cpus
         if "cpu" in self.root.v1:
             _write(f"{cpu}/cpu.cfs_period_us", str(PERIOD_US))
             _write(f"{cpu}/cpu.cfs_quota_us", str(quota))
-            _write(f"{cpu}/cpu.shares", str(min(262_144, max(2, int(1024 * shape.cpus)))))
+            _write(f"{cpu}/cpu.shares", str(min(262_144, max(2, int(1024 * cpus)))))
         else:
             _write(f"{cpu}/cpu.max", f"{quota} {PERIOD_US}")
-            _write(f"{cpu}/cpu.weight", str(min(10_000, max(1, int(100 * shape.cpus)))))
+            _write(f"{cpu}/cpu.weight", str(min(10_000, max(1, int(100 * cpus)))))
+        if shape.idle and os.path.exists(idle):
+            _write(idle, "1")
         _write(f"{pids}/pids.max", str(shape.pids))
         self._keep(Note(shape, baseline=self._counters()))
+
+    def set_idle(self) -> None:
+        """As `Shape.idle`, whatever its shape was. Idempotent."""
+        assert self.note is not None
+        if not self.note.shape.idle:
+            cpu = self._dirs["cpu"]
+            name, least = ("cpu.idle", "1") if os.path.exists(f"{cpu}/cpu.idle") else _LEAST[cpu in self.v1]
+            _write(f"{cpu}/{name}", least)
+            self._keep(msgspec.structs.replace(self.note, shape=msgspec.structs.replace(self.note.shape, idle=True)))
 
     def assign(self, owner: str, uid: int) -> None:
         """Give the slot to a sandbox whose inside root is `uid`: it may make groups in the version 2 directory, and

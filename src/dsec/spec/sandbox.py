@@ -58,7 +58,7 @@ class Paused(Struct, frozen=True, omit_defaults=True):
 class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One sandbox to create.
 
-    Fields whose feature is not built yet (`cpu_class`, `gpus`, other backends) are refused with
+    Fields whose feature is not built yet (`gpus`, other backends) are refused with
     `unsupported` when they are set, never ignored.
     """
 
@@ -96,7 +96,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     name: Key | None = None
     """A key of the caller's, unique within its run (or its project): creating it again returns the sandbox that is
     there."""
-    cpu_class: str | None = None
+    cpu_class: Literal["latency", "batch"] | None = None
+    """`batch`: it runs on what no other sandbox wants of the CPUs. `latency` is as without."""
     sync: Literal["batch", "always"] = "batch"
     """When entries of its trajectory are on disk, for when the machine itself dies: within 50 ms, or `always` before
     the answer."""

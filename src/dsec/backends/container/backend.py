@@ -170,9 +170,8 @@ class ContainerBackend:
     # --- making ---
 
     def check(self, spec: SandboxSpec) -> None:
-        for field, value in (("cpu_class", spec.cpu_class), ("gpus", spec.gpus)):
-            if value is not None:
-                raise Unsupported(f"{field} is not available in this version", remedy="Leave it out.", field=field)
+        if spec.gpus is not None:
+            raise Unsupported("gpus is not available in this version", remedy="Leave it out.", field="gpus")
         if spec.require_kvm:
             raise Unsupported("a container needs no KVM", remedy="Leave require_kvm out.", field="require_kvm")
         if spec.network:
@@ -462,7 +461,7 @@ class ContainerBackend:
 
 
 def _shape(spec: SandboxSpec) -> Shape:
-    return Shape(spec.memory_bytes, spec.cpus, spec.pids)
+    return Shape(spec.memory_bytes, spec.cpus, spec.pids, spec.cpu_class == "batch")
 
 
 def _why(slot: Slot, status: int) -> InstanceEnd:

@@ -157,8 +157,8 @@ class FakeBackend:
         return {sandbox_id: await self._adopt(sandbox_id, known[sandbox_id]) for sandbox_id in sorted(alive)}
 
     def check(self, spec: SandboxSpec) -> None:
-        if spec.cpu_class is not None or spec.gpus is not None:
-            raise Unsupported("CPU classes and GPUs are not built yet", remedy="Leave the field out.")
+        if spec.gpus is not None:
+            raise Unsupported("GPUs are not built yet", remedy="Leave the field out.")
         if spec.environment not in self.host.environments:
             raise EnvironmentNotFound(f"there is no environment {spec.environment}")
         if spec.workdir and not spec.workdir.startswith("/"):

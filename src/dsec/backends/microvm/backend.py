@@ -137,7 +137,6 @@ class MicroVmBackend:
     def check(self, spec: SandboxSpec) -> None:
         kernel = self.node.kernel()
         for field, value in (
-            ("cpu_class", spec.cpu_class),
             ("gpus", spec.gpus),
             ("tripwires", spec.tripwires),
         ):
@@ -230,6 +229,8 @@ class MicroVmBackend:
         elif machine is None:
             machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
+        if spec.cpu_class == "batch":
+            machine.slot.set_idle()
         await machine.control.resume()
         sock = await machine.port()
         try:

@@ -159,7 +159,6 @@ class VmBackend:
 
     def check(self, spec: SandboxSpec) -> None:
         for field, value in (
-            ("cpu_class", spec.cpu_class),
             ("gpus", spec.gpus),
             ("tripwires", spec.tripwires),
         ):
@@ -248,6 +247,8 @@ class VmBackend:
         else:
             full = await node.boot(seat, shape, image)
         restored = self._clock.monotonic()
+        if spec.cpu_class == "batch":
+            full.machine.slot.set_idle()
         try:
             sock = await self._begin(sandbox_id, spec, handle, full, before)
             configured = self._clock.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -28,9 +28,13 @@ class TestLifecycle:
     async def test_an_environment_that_is_not_there(self, sandboxes: Sandboxes) -> None:
         await sandboxes.refuses(EnvironmentNotFound, environment="no-such-environment")
 
-    @pytest.mark.parametrize("field", [{"cpu_class": "batch"}, {"gpus": 1}])
-    async def test_what_is_not_built_is_refused(self, sandboxes: Sandboxes, field: dict[str, Any]) -> None:
-        await sandboxes.refuses(Unsupported, **field)
+    async def test_what_is_not_built_is_refused(self, sandboxes: Sandboxes) -> None:
+        await sandboxes.refuses(Unsupported, gpus=1)
+
+    @pytest.mark.parametrize("name", ["latency", "batch"])
+    async def test_a_class_of_cpus(self, sandboxes: Sandboxes, name: Literal["latency", "batch"]) -> None:
+        instance = await sandboxes.create(cpu_class=name)
+        assert ok(await run(instance.channel, "true")) == b""
 
     async def test_reserving_makes_nothing_and_can_be_destroyed(self, sandboxes: Sandboxes) -> None:
         handle = sandboxes.backend.reserve("reservedonly", sandboxes.spec())
