@@ -251,6 +251,21 @@ def test_a_slot_can_be_reshaped_down_and_up(root: CgroupRoot) -> None:
     assert [path.read_text() for path in limits if path.exists()] == ["32\n"]
 
 
+def test_an_idle_slot_is_weighed_again_for_the_next_one(root: CgroupRoot) -> None:
+    slot = made(root)
+    switch = Path(slot._dirs["cpu"]) / "cpu.idle"
+    for _ in range(2):
+        slot.set_idle()
+        assert switch.read_text() == "1\n"
+    assert slot.note is not None
+    assert slot.note.shape != SHAPE
+    slot.reshape(SHAPE)
+    assert switch.read_text() == "0\n"
+    slot.reshape(Shape(SHAPE.memory_bytes, 2.0, SHAPE.pids, idle=True))
+    assert switch.read_text() == "1\n"
+    assert slot.remove()
+
+
 def test_remove_takes_everything_and_may_be_repeated(root: CgroupRoot) -> None:
     slot = made(root)
     inside = Inside(slot, "exec sleep 300")

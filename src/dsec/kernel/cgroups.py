@@ -25,12 +25,12 @@ import msgspec
 from msgspec import Struct
 
 from dsec.kernel import mounts, syscalls
+from dsec.kernel.cgroup_cpu import set_share, write
 from dsec.kernel.syscalls import KernelError
 from dsec.ports import Usage
 
 CONTROLLERS = ("memory", "cpu", "pids")
 SLOT_NAME = re.compile(r"s[0-9]+")
-PERIOD_US = 100_000
 MAX_DESCENDANTS = 2048
 """Nested groups in a slot: one for each operation of a guest (at most 1,024), and those that are being removed."""
 RESIDUE_SHARE = 8
@@ -41,10 +41,6 @@ _NO_GROUPS = 2
 
 _XATTR = "trusted.dsec"
 _ENODATA = errno.ENODATA
-
-
-_LEAST = {True: ("cpu.shares", "2"), False: ("cpu.weight", "1")}
-"""By whether the controller is a version 1 one."""
 
 
 class Shape(Struct, frozen=True):
@@ -63,21 +59,6 @@ class Note(Struct, frozen=True, omit_defaults=True):
     shape: Shape
     owner: str = ""
     baseline: Usage = Usage()
-
-
-def _write(path: str, value: str) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, value.encode())
-        finally:
-            os.close(fd)
-    except OSError as error:
-        hints = {
-            errno.EBUSY: "memory in use is above the new limit, or processes are in the way",
-            errno.EOPNOTSUPP: "the cgroup is of a type that can't do that",
-        }
-        raise KernelError(error.errno or 0, f"write {value!r} to {path}", hints) from None
 
 
 def _read(path: str) -> bytes:
@@ -143,7 +124,7 @@ class CgroupRoot(Struct, frozen=True):
         wanted = " ".join(f"+{controller}" for controller in CONTROLLERS if controller not in self.v1)
         if wanted:
             for place in (self.v2, self.v2 / self.name):
-                _write(f"{place}/cgroup.subtree_control", wanted)
+                write(f"{place}/cgroup.subtree_control", wanted)
 
     @property
     def favors_moves(self) -> bool:
@@ -206,8 +187,8 @@ class Slot:
         for path in (self.v2, *self.v1):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o755)
-        _write(f"{self.v2}/cgroup.max.descendants", str(MAX_DESCENDANTS))
-        _write(f"{self.v2}/cgroup.max.depth", "2")
+        write(f"{self.v2}/cgroup.max.descendants", str(MAX_DESCENDANTS))
+        write(f"{self.v2}/cgroup.max.depth", "2")
         self.reshape(shape)
 
     def load(self) -> bool:
@@ -225,42 +206,27 @@ class Slot:
     def reshape(self, shape: Shape) -> None:
         """Set other limits on an empty slot."""
         memory, cpu, pids = (self._dirs[c] for c in CONTROLLERS)
-        quota = max(1000, int(shape.cpus * PERIOD_US))
         if "memory" in self.root.v1:
             swap = f"{memory}/memory.memsw.limit_in_bytes"
             accounted = os.path.exists(swap)
             if accounted:  # it can't be below the other at any moment
-                _write(swap, "-1")
-            _write(f"{memory}/memory.limit_in_bytes", str(shape.memory_bytes))
+                write(swap, "-1")
+            write(f"{memory}/memory.limit_in_bytes", str(shape.memory_bytes))
             if accounted:
-                _write(swap, str(shape.memory_bytes))
+                write(swap, str(shape.memory_bytes))
         else:
-            _write(f"{memory}/memory.max", str(shape.memory_bytes))
+            write(f"{memory}/memory.max", str(shape.memory_bytes))
             if os.path.exists(f"{memory}/memory.swap.max"):
-                _write(f"{memory}/memory.swap.max", "0")
-        idle = f"{cpu}/cpu.idle"  # since Linux 5.15; while it is set there is no weight
-        if self.note is not None and self.note.shape.idle and os.path.exists(idle):
-            _write(idle, "0")
-        cpus = 0.0 if shape.idle else shape.cpus
-        if "cpu" in self.root.v1:
-            _write(f"{cpu}/cpu.cfs_period_us", str(PERIOD_US))
-            _write(f"{cpu}/cpu.cfs_quota_us", str(quota))
-            _write(f"{cpu}/cpu.shares", str(min(262_144, max(2, int(1024 * cpus)))))
-        else:
-            _write(f"{cpu}/cpu.max", f"{quota} {PERIOD_US}")
-            _write(f"{cpu}/cpu.weight", str(min(10_000, max(1, int(100 * cpus)))))
-        if shape.idle and os.path.exists(idle):
-            _write(idle, "1")
-        _write(f"{pids}/pids.max", str(shape.pids))
+                write(f"{memory}/memory.swap.max", "0")
+        set_share(cpu, shape.cpus, v1="cpu" in self.root.v1, idle=shape.idle)
+        write(f"{pids}/pids.max", str(shape.pids))
         self._keep(Note(shape, baseline=self._counters()))
 
     def set_idle(self) -> None:
         """As `Shape.idle`, whatever its shape was. Idempotent."""
         assert self.note is not None
         if not self.note.shape.idle:
-            cpu = self._dirs["cpu"]
-            name, least = ("cpu.idle", "1") if os.path.exists(f"{cpu}/cpu.idle") else _LEAST[cpu in self.v1]
-            _write(f"{cpu}/{name}", least)
+            set_share(self._dirs["cpu"], self.note.shape.cpus, v1="cpu" in self.root.v1, idle=True)
             self._keep(msgspec.structs.replace(self.note, shape=msgspec.structs.replace(self.note.shape, idle=True)))
 
     def assign(self, owner: str, uid: int) -> None:
@@ -277,19 +243,19 @@ class Slot:
     def attach(self, pid: int) -> None:
         """Put a process into all the slot's cgroups."""
         for path in (self.v2, *self.v1):
-            _write(f"{path}/cgroup.procs", str(pid))
+            write(f"{path}/cgroup.procs", str(pid))
 
     def kill(self) -> None:
         """End everything inside, whatever it forked (SIGKILL). Returns before they are gone. Idempotent."""
         try:
-            _write(f"{self.v2}/cgroup.kill", "1")
+            write(f"{self.v2}/cgroup.kill", "1")
         except KernelError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV):  # nothing is there to be killed
                 raise
 
     def freeze(self, frozen: bool = True) -> None:
         """Stop or continue everything inside; it takes effect soon after."""
-        _write(f"{self.v2}/cgroup.freeze", "1" if frozen else "0")
+        write(f"{self.v2}/cgroup.freeze", "1" if frozen else "0")
 
     @property
     def frozen(self) -> bool:
@@ -477,7 +443,7 @@ class Slot:
         drop = self._number("memory.usage_in_bytes" if "memory" in self.root.v1 else "memory.current") > keep
         if "memory" in self.root.v1:
             if drop:
-                _write(f"{memory}/memory.force_empty", "0")
+                write(f"{memory}/memory.force_empty", "0")
             for name in (
                 "memory.max_usage_in_bytes",
                 "memory.failcnt",
@@ -485,10 +451,10 @@ class Slot:
                 "memory.memsw.failcnt",
             ):
                 with contextlib.suppress(KernelError):  # no swap accounting
-                    _write(f"{memory}/{name}", "0")
+                    write(f"{memory}/{name}", "0")
         elif drop and os.path.exists(f"{memory}/memory.reclaim"):
             with contextlib.suppress(KernelError):  # EAGAIN: less than asked was left
-                _write(f"{memory}/memory.reclaim", str(max(1, int(_read(f"{memory}/memory.current")))))
+                write(f"{memory}/memory.reclaim", str(max(1, int(_read(f"{memory}/memory.current")))))
 
     def remove(self, timeout_s: float = 5.0) -> bool:
         """Remove the slot. Blocks; False where something in it doesn't end. Idempotent."""

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from dsec.kernel import mounts
-from dsec.kernel.cgroups import PERIOD_US
+from dsec.kernel.cgroup_cpu import PERIOD_US
 from dsec.kernel.mounts import TmpfsMount
 
 UNUSED_VIEWS = 32
