@@ -13,6 +13,7 @@ from image_kit import tar
 
 from dsec import Client
 from dsec.spec.causes import Cause
+from dsec.store.format import is_layer
 from server_kit import Server, serving
 from trees import link_store
 
@@ -74,7 +75,7 @@ def test_the_other_node_starts_it_and_fetches_what_is_read(
     files = publish(one, tmp_path, "lazy")
     with two.create("lazy") as sandbox:
         assert sandbox.files.read_bytes("/data/data3") == files["data3"]
-        cache = next(path for path in (second_state / "store" / "lazy").iterdir() if path.name != "tmp")
+        cache = next(path for path in (second_state / "store" / "lazy").iterdir() if is_layer(path.name))
         filled = (cache / "data").stat().st_blocks * 512
         assert MIB <= filled <= 4 * MIB
         assert {name: sandbox.files.read_bytes(f"/data/{name}") for name in files} == files

@@ -189,6 +189,25 @@ _BEGUN = ".begun-"
 """Beside the layers, so that one appears by a change in a single directory."""
 
 
+def open_new(path: Path) -> int:
+    """A descriptor of a file that is empty, or isn't there yet, to write it. Never by O_TRUNC: after that ext4 brings
+    the new content to disk when it is closed, while a sandbox waits."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def put_new(path: Path, content: bytes, length: int = 0) -> None:
+    """Fill such a file. `length`: of a sparse one. Raises OSError."""
+    fd = open_new(path)
+    try:
+        done = 0
+        while done < len(content):
+            done += os.write(fd, content[done:])
+        if length:
+            os.truncate(fd, length)
+    finally:
+        os.close(fd)
+
+
 class LazyCache:
     """All layers of a cache directory."""
 
@@ -245,11 +264,7 @@ class LazyCache:
             ("data", b"", size),
             ("filled", b"", bits),
         ):
-            with open(begun / name, "wb", buffering=0) as file:
-                if content:
-                    file.write(content)
-                if length:
-                    file.truncate(length)
+            put_new(begun / name, content, length)
         return CachedLayer(begun, layer, (decoded, placed))
 
     @staticmethod

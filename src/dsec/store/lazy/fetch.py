@@ -21,7 +21,7 @@ from typing import TypeVar
 from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import Chunk, Manifest, Place, check_chunk, iter_runs, metadata_key, pack_key
-from dsec.store.lazy.cache import CachedLayer
+from dsec.store.lazy.cache import CachedLayer, open_new, put_new
 from dsec.store.lazy.copier import CHECK, PART, Copier, CopierGone
 from dsec.store.threads import started_pool
 
@@ -95,8 +95,7 @@ def _write_whole(path: Path, parts: Sequence[bytes], digest: str) -> None:
         found.update(part)
     if found.hexdigest() != digest:
         raise LayerCorrupt(f"the metadata image {digest} is not what its digest says")
-    with open(path, "wb") as file:
-        file.writelines(parts)
+    put_new(path, b"".join(parts))
 
 
 class Fetcher:
@@ -214,7 +213,7 @@ class Fetcher:
             copier.copy(source, chunk.offset, [chunk], target, partial(_settle, copied), nice=NICE, kind=kind)
             return copied
 
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        target = open_new(path)
         try:
             parts = (Chunk(at, min(step, whole.size - at), whole.digest) for at in range(0, whole.size, step))
             await asyncio.gather(*(begin(source, part, PART) for part in parts))

@@ -42,7 +42,7 @@ from dsec.store.format import (
     placement_key,
 )
 from dsec.store.lazy import holder
-from dsec.store.lazy.cache import CachedLayer, LazyCache
+from dsec.store.lazy.cache import CachedLayer, LazyCache, put_new
 from dsec.store.lazy.copier import Copier
 from dsec.store.lazy.fetch import Fetcher
 from dsec.store.lazy.questions import Questions
@@ -66,6 +66,13 @@ async def _turns() -> None:
     """Let what was just begun get as far as the store."""
     for _ in range(3):
         await asyncio.sleep(0)
+
+
+async def _dropped(*tasks: asyncio.Task[Any]) -> None:
+    """Nobody wants to know any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Served(msgspec.Struct):
@@ -161,20 +168,23 @@ class Filler:
 
     async def _begin(self, layer: str) -> _Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
-        asked = asyncio.gather(
-            self.fetcher.timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)),
-            self.fetcher.timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)),
-            self.fetcher.timed(load_trace(self._store, layer)),
-        )
-        await _turns()
-        manifest, placement, trace = await asked
-        decoded = decode_manifest(manifest, layer)
-        begun = self.cache.make()
+        timed = self.fetcher.timed
+        manifested = asyncio.create_task(timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)))
+        placed = asyncio.create_task(timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)))
+        traced = asyncio.create_task(timed(load_trace(self._store, layer)))
+        try:
+            manifest = await manifested
+            decoded = decode_manifest(manifest, layer)
+            begun = self.cache.make()
+        except BaseException:
+            await _dropped(manifested, placed, traced)
+            raise
         self._prepare_later()
         image = asyncio.create_task(self.fetcher.metadata(layer, decoded, begun / "meta.erofs"))
-        await _turns()
         number = -1
         try:
+            await _turns()
+            placement, trace = await placed, await traced
             if len(manifest) > _LARGE_BYTES:
                 cached = await asyncio.to_thread(self.cache.begin, begun, layer, decoded, manifest, placement)
             else:  # sooner done than a thread is awake
@@ -192,7 +202,7 @@ class Filler:
                 cached.close()
                 raise
         except BaseException:
-            image.cancel()
+            await _dropped(image, placed, traced)
             self.cache.unmake(begun)
             raise
         return self._serve_as(number, cached, recorder=None if trace else Recorder(self._clock))
@@ -250,7 +260,7 @@ class Filler:
         if number < 0:
             raise Internal(f"more than {holder.BLOBS} lazy layers", remedy="Let the cache be smaller.")
         if not kept:
-            path.write_text(str(number))
+            put_new(path, str(number).encode())
         self._numbers[number] = layer
         self._questions.add(number, layer, root)
         return number
