@@ -171,6 +171,8 @@ def _machine_host(config: Config, host: Host) -> VmHost:
         remote=host.remote,
         make_swap=host.make_swap,
         build_guest=lambda: build_native(config.state) / "guest",
+        image_failures=host.image_failures,
+        zeros_read=lambda: host.lazy is not None and host.lazy.fresh,
     )
 
 
@@ -254,6 +256,8 @@ async def open_edge(
         backends: dict[str, Backend] = {"container": backend}
         if machines := await asyncio.to_thread(open_machines, config, host):
             backends["microvm"] = MicroVmBackend(machines, clock, suspend=config.vm_suspend)
+            soon = asyncio.get_running_loop().call_soon_threadsafe
+            host.layers.on_unmount = lambda layer: soon(machines.let_go, layer)
             backends["vm"] = VmBackend(open_full_machines(config, host, machines), clock)
         edge = await Edge.open(
             backends,
@@ -273,6 +277,8 @@ async def open_edge(
         for each in backends.values():
             if isinstance(each, MicroVmBackend | VmBackend):
                 each.node.machines.kept.count_with(edge.promise)
+        if host.lazy is not None:
+            host.lazy.adopted()
         jails = Jails(ContainerJails(backend, state.tenant, edge.promise), host.environments.around, clock)
         on_jails(jails)
         try:

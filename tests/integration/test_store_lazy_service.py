@@ -134,6 +134,7 @@ async def test_what_nothing_mounts_is_released_when_the_server_starts_again(tmp_
         assert await lazy.open(made.program)  # the filler lives: what is mounted can be trusted
         try:
             assert lazy.mounted() == lazy.attached() == {looped}
+            lazy.adopted()
             await store_kit.until(lambda: not (made.cache / other).exists())
             made.forget_pages(target)
             assert {name: digest(target / name) for name in truth} == truth

@@ -349,6 +349,8 @@ class LayerMounts:
         """Of mounted layers that were asked for."""
         self._warming: dict[str, threading.Thread] = {}
         self._stopping = False
+        self.on_unmount: Callable[[str], object] = lambda digest: None
+        """Told of a layer that nobody new may have open; called by any thread."""
 
     def open(self) -> None:
         """Find what an earlier server mounted."""
@@ -410,6 +412,7 @@ class LayerMounts:
 
     def unmount(self, digest: str) -> None:
         """Unmount a layer and its clones; running sandboxes keep theirs."""
+        self.on_unmount(digest)
         thread = self._warming.pop(digest, None)
         if thread is not None:
             thread.join()

@@ -222,6 +222,11 @@ class RemoteCatalog:
             await self._use(missing)
             await asyncio.gather(*(self._attach_one(layer) for layer in missing))
 
+    async def hold(self, layers: Iterable[str]) -> None:
+        """An earlier server had these of a sandbox's filled on demand, and they may be read. Raises `Unavailable`,
+        `LayerCorrupt`."""
+        await self._attach_all(layers)
+
     async def let_go(self, used: set[str], unmount: Callable[[str], None]) -> None:
         """Unmount the layers filled on demand that no sandbox stands on (`used` are those), and that nobody has asked
         for in a while: then the cache may drop them. `unmount` blocks. Raises `Unavailable`."""

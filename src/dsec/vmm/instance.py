@@ -47,8 +47,10 @@ class MachineInstance:
         *,
         disk_limit_bytes: int,
         make_swap: Callable[[], None],
+        image_failures: Callable[[], int] = int,
     ) -> None:
-        """`make_swap`: see to it that the host has somewhere to put memory; in a thread."""
+        """`image_failures`: counts the reads of its layers that failed.
+        `make_swap`: see to it that the host has somewhere to put memory; in a thread."""
         self._sandbox_id = sandbox_id
         self._channel = channel
         self.machine = machine
@@ -57,6 +59,7 @@ class MachineInstance:
         self.frozen = False
         self._disk_limit_bytes = disk_limit_bytes
         self._make_swap = make_swap
+        self._image_failures = image_failures
         self.lock = asyncio.Lock()
         """Of whoever has the VMM do something for longer than a moment."""
         self.suspended = False
@@ -88,6 +91,7 @@ class MachineInstance:
             pids_refused=inside.pids_refused,
             disk_bytes=inside.disk_bytes,
             disk_limit_bytes=inside.disk_limit_bytes or self._disk_limit_bytes,
+            image_failures=self._image_failures(),
         )
 
     def freeze(self, frozen: bool) -> None:

@@ -55,14 +55,17 @@ class Machine:
         *,
         driver: VmmDriver,
         connected: Mapping[str, socket.socket] | None = None,
+        layers: Sequence[str] = (),
     ) -> None:
-        """`connected`: connections to its sockets that are there already."""
+        """`connected`: connections to its sockets that are there already. `layers`: those that its VMM was started
+        with."""
         self.name = name
         self.slot = slot
         self.control = control
         self.directory = directory
         self.pid = pid
         """The host's number of its VMM."""
+        self.layers = tuple(layers)
         self._driver = driver
         self._connected = dict(connected or {})
 
@@ -190,7 +193,7 @@ class Machines:
                 except BaseException:
                     found.close()
                     raise
-        return Machine(name, slot, found, directory, pid, driver=self.driver)
+        return Machine(name, slot, found, directory, pid, driver=self.driver, layers=layers)
 
     async def branch(
         self,

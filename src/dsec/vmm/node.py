@@ -12,7 +12,7 @@ import logging
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -44,6 +44,10 @@ class VmHost(Struct, frozen=True, kw_only=True):
     make_swap: Callable[[], None]
     build_guest: Callable[[], Path]
     """The compiled guest; blocks while it is compiled first."""
+    image_failures: Callable[[Sequence[str]], Callable[[], int]]
+    """Counts the reads of layers that failed, from now on."""
+    zeros_read: Callable[[], bool]
+    """Whether layers that are filled on demand may have been read as zeros before this server."""
 
 
 class MachineNode(ABC):

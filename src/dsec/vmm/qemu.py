@@ -232,7 +232,7 @@ class QemuControl:
         found._qmp = Qmp(sock, found._on_event)
         return found
 
-    async def command(self, name: str, *, fd: int | None = None, **arguments: Any) -> Any:
+    async def command(self, name: str, /, *, fd: int | None = None, **arguments: Any) -> Any:
         """Any command of QMP; a descriptor travels beside it. Raises `Unavailable`, also where QEMU refuses it."""
         return await self._call(name, fd=fd, **arguments)
 

@@ -172,6 +172,11 @@ class Stems:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
+    def let_go(self, layer: str) -> None:
+        """End those that have it."""
+        for key in [key for key, stem in self._stems.items() if layer in stem.machine.layers]:
+            self.drop(key)
+
     def drop_all(self) -> None:
         """They are gone, or shall go."""
         for key in list(self._stems):

@@ -89,8 +89,8 @@ class Host:
         more = itertools.count()
 
         def count() -> int:
-            """Where its mount is lost every read fails, uncounted."""
-            dead = any(lazy.lost[layer] > before for layer, before in lost.items())
+            """Where its mount is lost every read fails, uncounted; and nobody hears of any while a filler begins."""
+            dead = not lazy.hears or any(lazy.lost[layer] > before for layer, before in lost.items())
             return sum(lazy.failures[layer] for layer in layers) + (next(more) if dead else 0)
 
         return count

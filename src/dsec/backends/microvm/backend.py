@@ -94,7 +94,9 @@ class MicroVmBackend:
         for sandbox_id, handle in known.items():
             if not handle:
                 continue
-            if handle["vm"] in state.ended:
+            if handle.get("lazy") and node.host.zeros_read():
+                found[sandbox_id] = InstanceEnd(Cause.INFRA_IMAGE, "what filled its files was gone for a while")
+            elif handle["vm"] in state.ended:
                 found[sandbox_id] = self._why(state.ended[handle["vm"]])
             elif (handle["vm"] in state.live or self.suspends.has(handle["vm"])) and handle["slot"] in slots:
                 try:
@@ -200,6 +202,7 @@ class MicroVmBackend:
             "cpus": spec.cpus,
             "disk_bytes": shape.disk_bytes,
             "layers": layers,
+            "lazy": [each for each in layers if self.node.host.environments.layers.is_lazy(each)],
             "capture": capture,
         }
 
@@ -309,6 +312,7 @@ class MicroVmBackend:
             machine,
             disk_limit_bytes=handle["disk_bytes"],
             make_swap=self.node.host.make_swap,
+            image_failures=self.node.host.image_failures(handle.get("lazy", [])),
         )
         instance.adopted = not fresh
         self._instances[sandbox_id] = instance
@@ -328,6 +332,7 @@ class MicroVmBackend:
         """`live`: it has a VMM; else it is suspended, and gets one, to stand still in it."""
         slot = self.node.pool.find(handle["slot"], handle["vm"])
         assert slot is not None
+        await self._hold(handle.get("lazy", []))
         frozen = slot.frozen or not live
         slot.thaw()  # its guest has to answer once
         if live:
@@ -346,6 +351,14 @@ class MicroVmBackend:
         if frozen:
             instance.freeze(True)
         return instance
+
+    async def _hold(self, lazy: list[str]) -> None:
+        """Where they can't be held, what was read stays and other reads fail."""
+        if lazy and self.node.host.remote is not None:
+            try:
+                await self.node.host.remote.hold(lazy)
+            except DsecError as error:
+                log.warning("layers of a machine can't be filled: %s", error.message)
 
     # --- ending ---
 

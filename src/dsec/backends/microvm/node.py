@@ -72,6 +72,11 @@ class VmNode(MachineNode):
         self.spares.drop_all()
         self.stems.drop_all()
 
+    def let_go(self, layer: str) -> None:
+        """Its files may go: machines that are nobody's yet, and have them open, end."""
+        self.spares.let_go(layer)
+        self.stems.let_go(layer)
+
     async def clone(self, name: str, reservation: str, shape: Shape, cpus: float) -> Machine:
         """A machine that waits to become somebody. `Machines.end` removes what it made, also where this fails. Raises
         `CreateFailed`, `Unavailable`, `Unsupported` without a kernel, OSError."""

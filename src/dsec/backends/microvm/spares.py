@@ -84,6 +84,11 @@ class Spares:
         if self._filling is None or self._filling.done():
             self._filling = loop.create_task(self._fill(), name="spare machines")
 
+    def let_go(self, layer: str) -> None:
+        """End those that have it."""
+        for wanted in [wanted for wanted in self._ready if layer in wanted.shape.layers]:
+            self._drop(wanted)
+
     def drop_all(self) -> None:
         """They are gone, or shall go: nobody gets one."""
         for wanted in list(self._ready):

@@ -24,7 +24,7 @@ import errno
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -120,6 +120,7 @@ class Filler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
         self._listeners: set[asyncio.StreamWriter] = set()
+        self._unheard: deque[dict[str, Any]] = deque(maxlen=1000)
         self.gone = asyncio.Event()
         """No read will ask any more."""
 
@@ -432,6 +433,8 @@ class Filler:
 
     async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._listeners.add(writer)
+        while self._unheard:
+            self._push(self._unheard.popleft())
         try:
             while line := await reader.readline():
                 self._spawn(self._answer_call(msgspec.json.decode(line, type=dict[str, Any]), writer))
@@ -468,5 +471,7 @@ class Filler:
         return {"ok": {}}
 
     def _push(self, event: dict[str, Any]) -> None:
+        if not self._listeners:
+            self._unheard.append(event)
         for writer in self._listeners:
             writer.write(msgspec.json.encode(event) + b"\n")

@@ -89,6 +89,7 @@ class FuseFiles:
         try:
             mounts.unmount_under(path)
             options = f"fd={self._fd},rootmode=40000,user_id=0,group_id=0,max_read={READ_BYTES}"
+            options += ",allow_other,default_permissions"  # who is handed a file is another user: a machine's monitor
             flags = syscalls.MS_NODEV | syscalls.MS_NOSUID | syscalls.MS_RDONLY
             syscalls.mount("dsec", path, "fuse", flags, options)
         except OSError:

@@ -85,6 +85,9 @@ class LazyLayers:
         self._calls = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        self._adopted = asyncio.Event()
+        self.fresh = False
+        """Nobody answered reads when this was opened."""
         self.failures: Counter[str] = Counter()
         """Reads that failed, by layer."""
         self.on_failed: Callable[[str, str], None] = lambda layer, message: None
@@ -104,17 +107,26 @@ class LazyLayers:
         self._cache.mkdir(parents=True, exist_ok=True)
         self._marked.mkdir(exist_ok=True)
         self._mounted = {self._layer_of(mount) for mount in mounts.mounted()} - {""}
-        trusted = True
         if self.way != "fuse":
-            trusted = await self._open_events()
-        if self.way == "fuse" and self._mounted:
-            trusted = await self._filler_lives()
+            self.fresh = await self._open_events()
+        if self.way == "fuse":
+            self.fresh = not await self._filler_lives()
         self._attached = set(self._mounted)
         self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
         await asyncio.wait_for(self._ready.wait(), _START_S)
-        return trusted
+        return not (self.fresh and self._mounted)
+
+    @property
+    def hears(self) -> bool:
+        """Whether it is told of reads that fail."""
+        return self._ready.is_set()
+
+    def adopted(self) -> None:
+        """Whoever had opened layers before has attached them: of the others nothing is open."""
+        self._adopted.set()
 
     async def _open_events(self) -> bool:
+        """Whether there was no holder."""
         if mounts.find_mount(self._marked) is None:
             syscalls.mount(self._cache, self._marked, None, syscalls.MS_BIND)
         try:
@@ -127,8 +139,8 @@ class LazyLayers:
                     raise
                 log.warning("layers are filled through FUSE, which is slower: %s", error)
                 self.way = "fuse"
-            return not self._mounted
-        return True
+            return True
+        return False
 
     async def _filler_lives(self) -> bool:
         try:
@@ -191,6 +203,7 @@ class LazyLayers:
     async def _release_rest(self) -> None:
         """What a filler finds in the cache it takes for mounted. An attach that is under way is in `_attached`, or
         comes after this on the channel."""
+        await self._adopted.wait()
         for layer in filter(is_layer, await asyncio.to_thread(os.listdir, self._cache)):
             if layer not in self._attached:
                 with contextlib.suppress(DsecError):
