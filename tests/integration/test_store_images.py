@@ -340,6 +340,28 @@ async def test_half_a_body_is_gone_on_with(layers: LayerStore) -> None:
     assert all(each.startswith("bytes=") for each in ranges[1:])
 
 
+async def test_layers_are_fetched_side_by_side(layers: LayerStore) -> None:
+    image = tiny()
+    wanted = {each["digest"] for each in image.layers}
+    asked: set[str] = set()
+    together = asyncio.Event()
+    liar = Liar(image)
+
+    async def when_both_are(request: web.Request, digest: str) -> web.Response:
+        asked.add(digest)
+        if asked == wanted:
+            together.set()
+        await asyncio.wait_for(together.wait(), 60)
+        return liar.good(request)
+
+    def spoil(request: web.Request, count: int) -> Any:
+        digest = request.path.rpartition("/")[2]
+        return when_both_are(request, digest) if digest in wanted else None
+
+    liar.spoil = spoil
+    check(layers, await ask(layers, liar))
+
+
 def always(**answers: Any) -> Callable[[web.Request, int], Any]:
     """Replace what is asked for below `manifests` or `blobs`."""
     return lambda request, count: next((make() for part, make in answers.items() if part in request.path), None)
