@@ -290,6 +290,7 @@ def test_leaving_a_batch_frees_its_workers_at_once(client: Client, server: Serve
         break
     until(lambda: _running(marker) == 0)
     assert call(client, "def f(): return 1").value == 1
+    assert "never retrieved" not in server.log()
 
 
 def _running(marker: str) -> int:

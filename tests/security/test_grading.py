@@ -199,7 +199,7 @@ def test_modules_beside_the_grader(agent: Attacked) -> None:
 
 
 def test_conftest_and_settings_of_the_runner(agent: Attacked) -> None:
-    names = "conftest.py pytest.ini tox.ini setup.cfg pyproject.toml"
+    names = "conftest.py pytest.ini tox.ini setup.cfg pyproject.toml package.json jest.config.mjs .mocharc.yaml go.work"
     agent.run(f"for f in {names}; do echo evil >src/$f; done; echo evil >tests/conftest.py")
     verdict = agent.shell("grep -rq evil /project")
     assert verdict.reward == 0

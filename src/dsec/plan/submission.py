@@ -20,11 +20,16 @@ STEERING = frozenset(
     conftest.py sitecustomize.py usercustomize.py sitecustomize usercustomize
     pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg pyproject.toml .coveragerc pyvenv.cfg
     .git .gitattributes .gitmodules .gitconfig .hg .svn
-    .npmrc .mocharc.js .mocharc.cjs .mocharc.json .mocharc.yml .babelrc
+    package.json .npmrc .babelrc .swcrc .taprc .nycrc .c8rc .rspec phpunit.xml phpunit.xml.dist go.work
     .env .envrc .bashrc .bash_profile .profile .zshenv .inputrc .pythonrc.py .pdbrc .cargo
     """.split()
 )
 STEERING_ENDS = (b".pyc", b".pyo", b".pth", b".egg-link", b"._pth")
+STEERING_STARTS = (
+    *(b"jest.config.", b"vitest.config.", b"vitest.workspace.", b"vite.config.", b"babel.config.", b"ava.config."),
+    *(b"playwright.config.", b"cypress.config.", b"karma.conf.", b".mocharc.", b".babelrc.", b".nycrc.", b".c8rc."),
+)
+"""JavaScript's runners and what they transform sources with: each name has several endings."""
 NEVER_INHERITED = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONPYCACHEPREFIX", "PYTEST_ADDOPTS"),
     *("PYTEST_PLUGINS", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "BASH_ENV", "ENV", "NODE_OPTIONS", "NODE_PATH"),
@@ -82,7 +87,7 @@ class Allowed:
 def steers(name: bytes) -> bool:
     """Whether a file of this name is read by a tool that isn't told to."""
     lower = name.lower()
-    return lower in STEERING or lower.endswith(STEERING_ENDS)
+    return lower in STEERING or lower.endswith(STEERING_ENDS) or lower.startswith(STEERING_STARTS)
 
 
 def _stem(name: bytes) -> bytes:

@@ -105,22 +105,27 @@ class FunctionService:
                 untold.add(result)
                 results.put_nowait(result)
 
+        def ended(worker: asyncio.Task[None]) -> None:
+            if worker.cancelled() or worker.exception() or all(each.done() for each in workers):
+                results.put_nowait(_END)
+
         width = min(self._slots.places, len(batch.calls))
-        workers = [asyncio.ensure_future(work()) for _ in range(width)]
-        everything = asyncio.gather(*workers)
-        everything.add_done_callback(lambda _: results.put_nowait(_END))
+        workers = [asyncio.create_task(work()) for _ in range(width)]
+        for worker in workers:
+            worker.add_done_callback(ended)
         try:
             ordered = cast("AsyncGenerator[FunctionResult]", _told(results, ordered=batch.ordered))
             async with aclosing(ordered):
                 async for result in ordered:
                     yield result
                     untold.remove(result)
-            await everything
+            for worker in workers:
+                if worker.done():
+                    worker.result()  # raises what nobody foresaw
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            everything.cancel()
 
     def begin(self, project: str, batch: FunctionBatch, told: Callable[[FunctionResult], None]) -> CallAtOnce | None:
         """See `ports.FunctionHost`."""
