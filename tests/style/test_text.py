@@ -132,3 +132,10 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """pytest takes two of one name for the same module."""
     names = Counter(path.name for path in FILES if path.name.startswith("test_") and path.suffix == ".py")
     assert [found for found, times in names.items() if times > 1] == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if name(path).startswith("src/")], ids=name)
+def test_patterns_of_types_end_at_the_end(path: Path) -> None:
+    """`$` matches before a line feed, too: what isn't matched whole elsewhere would be let in with one at its end."""
+    loose = re.findall(r'(?:pattern=|PATTERN = |LAYER_NAME = )r?"[^"]*\$"', path.read_text())
+    assert not loose

@@ -92,7 +92,7 @@ ARGUMENTS: dict[str, Any] = {
     "key": Key,
     "length": Offset,
     "limit": Annotated[int, Meta(ge=1, le=MAX_LOG_BYTES)],
-    "mode": Annotated[str, Meta(pattern="^[0-7]{1,4}$")],
+    "mode": Annotated[str, Meta(pattern=r"^[0-7]{1,4}$(?!\n)")],
     "offset": Offset,
     "parents": bool,
     "path": _Path,

@@ -34,7 +34,7 @@ _NDJSON, _TAR = b"application/x-ndjson", b"application/x-tar"
 _EVERY_S = 0.1
 OPERATOR = "default"
 """The node's own project, whose key its server writes for this machine."""
-LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$"
+LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$(?!\n)"
 LayerNameText = Annotated[str, Meta(pattern=LAYER_NAME, description="NAME@VERSION")]
 Reference = Annotated[str, Meta(min_length=1, max_length=250, description="NAME@VERSION, or a digest")]
 Readers = Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=100)]

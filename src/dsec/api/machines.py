@@ -32,7 +32,7 @@ class ConsoleRequest(Struct, frozen=True, forbid_unknown_fields=True):
 class CheckpointRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a new checkpoint."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$(?!\n)")]
 
 
 class Checkpoints(Struct, frozen=True):

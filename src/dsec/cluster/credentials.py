@@ -29,7 +29,7 @@ _LOOPBACK = re.compile(r"nats://(127\.[0-9.]+|localhost|\[::1\])(:[0-9]+)?")
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a process shows to the bus."""
 
-    user: Annotated[str, Meta(pattern=r"^(apiserver|edge-[0-9]{1,5})$")]
+    user: Annotated[str, Meta(pattern=r"^(apiserver|edge-[0-9]{1,5})$(?!\n)")]
     seed: str
     edge: EdgeNumber | None = None
     """None: an apiserver's."""

@@ -42,12 +42,12 @@ class Join(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The machine and its boot."""
     had: int | None
     """The incarnation on its disk."""
-    url: Annotated[str, Meta(pattern=r"^https?://[^/\s]+$", max_length=300)]
+    url: Annotated[str, Meta(pattern=r"^https?://[^/\s]+$(?!\n)", max_length=300)]
     """Where apiservers reach it."""
     secret: Annotated[str, Meta(min_length=32, max_length=128)]
     free: Free = ""
     """Only if the number is."""
-    certificate: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+    certificate: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")] = ""
     """SHA-256 of the one that it shows there, for https; apiservers take no other."""
     v: int = 1
     """Of this wire. A later version adds fields, which an earlier one passes over; it may be one ahead or behind."""

@@ -17,7 +17,7 @@ MAX_CALLS = 100_000
 MAX_FILES = 256
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Text = Annotated[str, Meta(max_length=4 * MIB)]
-Module = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]
+Module = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$(?!\n)")]
 
 
 class FunctionLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,9 @@ class FunctionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     language: Language = Language.PYTHON
     source: Text = ""
     """Code. With `name`, it defines what is called; without, it is a program that each call runs."""
-    name: Annotated[str, Meta(pattern=r"^([A-Za-z_][A-Za-z0-9_.]*:)?[A-Za-z_][A-Za-z0-9_.]*$|^$", max_length=400)] = ""
+    name: Annotated[
+        str, Meta(pattern=r"^(([A-Za-z_][A-Za-z0-9_.]*:)?[A-Za-z_][A-Za-z0-9_.]*)?$(?!\n)", max_length=400)
+    ] = ""
     """Python only: a name in `source`, or without a source `module:name`."""
     imports: Annotated[list[Module], Meta(max_length=64)] = []
     """Python only: modules that are there already when a call begins."""

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import GIB, MIB, Seconds
 
-AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\x00]*$", max_length=4000)]
+AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\x00]*$(?!\n)", max_length=4000)]
 NAMES_AT_MOST = 10_000
 
 

@@ -14,9 +14,9 @@ from msgspec import Meta, Struct
 
 from dsec.spec.cluster import Natural
 
-PROJECT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@:+-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._@:+-]{0,63}){0,15}$"
+PROJECT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@:+-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._@:+-]{0,63}){0,15}$(?!\n)"
 ProjectPath = Annotated[str, Meta(pattern=PROJECT_PATTERN, max_length=200)]
-PrincipalName = Annotated[str, Meta(pattern=r"^(person|agent|service):[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}$")]
+PrincipalName = Annotated[str, Meta(pattern=r"^(person|agent|service):[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}$(?!\n)")]
 
 
 class Verb(StrEnum):

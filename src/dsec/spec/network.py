@@ -41,7 +41,7 @@ class PermissionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How a permission is granted. Which options one takes, its definition says; limits are taken by all. Of a
     definition's limit and a policy's the lower one holds."""
 
-    before: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d(T[0-9:.]+Z?)?$")] | None = None
+    before: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d(T[0-9:.]+Z?)?$(?!\n)")] | None = None
     """Packages: only what was released before this date or time (UTC)."""
     allow: Texts | None = None
     """Packages: only these."""
@@ -49,7 +49,7 @@ class PermissionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Packages: not these."""
     paths: Texts | None = None
     """HTTP gateways: only these paths; `*` at the end stands for all below."""
-    methods: Annotated[list[Annotated[str, Meta(pattern="^[A-Z]{1,20}$")]], Meta(max_length=20)] | None = None
+    methods: Annotated[list[Annotated[str, Meta(pattern=r"^[A-Z]{1,20}$(?!\n)")]], Meta(max_length=20)] | None = None
     intercept: bool | None = None
     """HTTP gateways: at the host's own name too, TLS answered by the edge with a certificate authority of the
     sandbox's."""

@@ -19,7 +19,7 @@ from dsec.spec.tripwires import Rule, SetName
 MIB = 1 << 20
 GIB = 1 << 30
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@:+-]{0,199}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@:+-]{0,199}$(?!\n)"
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="letters, digits and ._/@:+- , at most 200")]
 Seconds = Annotated[float, Meta(gt=0, le=366 * 86400.0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -89,7 +89,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Empty: the environment's, else root."""
     workdir: str = ""
     """Empty: the environment's, else `/`."""
-    hostname: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
+    hostname: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$(?!\n)")] | None = None
     no_new_privs: bool = False
     labels: dict[str, str] = {}
     run: Name | None = None

@@ -12,7 +12,7 @@ Glob = Annotated[str, Meta(min_length=1, max_length=1000, description="`*`: with
 class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to make of a sandbox's files."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$(?!\n)")]
     """`NAME@VERSION`: of the environment, and of the layer."""
     scrub: bool = True
     """Leave out what the standard rules name: histories, caches, temporary files, logs."""

@@ -39,7 +39,7 @@ Touch = Literal["read", "write", "remove"]
 class _Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
     """What every rule has."""
 
-    id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+    id: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$(?!\n)")]
     """A later rule of the same id replaces an earlier one."""
     what: Annotated[str, Meta(max_length=300)] = ""
     """For people: what a hit means."""
@@ -51,10 +51,10 @@ class DecoyRule(_Rule, frozen=True, kw_only=True, tag="decoy"):
     """A file that is put there at the sandbox's start and that nobody has a reason to open. A file that is there
     already stays, and is watched."""
 
-    path: Annotated[str, Meta(pattern=r"^[/~]/?[^\0]*$", max_length=1024)]
+    path: Annotated[str, Meta(pattern=r"^[/~]/?[^\0]*$(?!\n)", max_length=1024)]
     content: Annotated[str, Meta(max_length=16384)] = ""
     """`{canary}` becomes a token of this sandbox's."""
-    mode: Annotated[str, Meta(pattern=r"^[0-7]{3}$")] = "600"
+    mode: Annotated[str, Meta(pattern=r"^[0-7]{3}$(?!\n)")] = "600"
 
 
 class PathRule(_Rule, frozen=True, kw_only=True, tag="path"):
@@ -88,7 +88,7 @@ class NetworkRule(_Rule, frozen=True, kw_only=True, tag="network"):
 
 
 Rule = DecoyRule | PathRule | ProcessRule | MaskedRule | NetworkRule
-SetName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+SetName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$(?!\n)")]
 
 
 class RuleSet(Struct, frozen=True, forbid_unknown_fields=True):

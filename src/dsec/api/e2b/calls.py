@@ -24,7 +24,7 @@ _Limit = Annotated[int, Meta(ge=1, le=100)]
 _Moment = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 _LIST: dict[str, Any] = {
     "metadata": str,
-    "state": Annotated[str, Meta(pattern="^(running|paused)(,(running|paused))*$")],
+    "state": Annotated[str, Meta(pattern=r"^(running|paused)(,(running|paused))*$(?!\n)")],
     "order": Literal["asc", "desc"],
     "startedAfter": _Instant,
     "template": str,
