@@ -24,6 +24,7 @@ POSITIVE = (
     "mib_per_idle_clone",
     "channel_out_mb_per_s",
     "channel_in_mb_per_s",
+    "transfer_vs_bare",
     "fork_pause_ms",
     "fork_4_ms",
 )

@@ -4,7 +4,7 @@
 until it was ready; `clone_vs_boot`: the second over the first. `pool_claim_ms`: a machine out of the spare ones, until
 its guest answers. `clones_per_s`: made and asked, two at a time, until `--at-once` of them live at the same time.
 `mib_per_idle_clone`: memory of its own. `paged_out_mib`: what a paused one keeps resident; `wake_ms`: by how much its
-first answer is later. `channel_out_mb_per_s`, `channel_in_mb_per_s`: a file read and written through the channel.
+first answer is later. `channel_*`, `bare_*` and `transfer_vs_bare` are `vm_channel.py`'s,
 `fork_*` are `vm_fork.py`'s, `vm_*` are of full machines (`vm_full.py`).
 """
 
@@ -25,10 +25,10 @@ from msgspec import Struct
 from dsec.app import open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.bench.output import say, write_result
+from dsec.bench.vm_channel import transfers
 from dsec.bench.vm_fork import forks
 from dsec.bench.vm_full import full_machines
 from dsec.bench.vm_host import bench_host
-from dsec.channel.files import read_file, write_file
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
 from dsec.kernel import paging
@@ -38,8 +38,6 @@ from dsec.spec.sandbox import MIB, SandboxSpec
 from dsec.vmm.instance import MachineInstance
 
 _SETTLE_S = 1.0
-TRANSFER = 8 << 20
-_FILE = b"/dev/shm/file"
 
 
 class Made(Struct, frozen=True):
@@ -177,26 +175,12 @@ async def _rate(machines: Machines, count: int) -> float:
             await machines.end(each)
 
 
-async def _zeros() -> AsyncIterator[bytes]:
-    for _ in range(TRANSFER >> 16):
-        yield bytes(1 << 16)
-
-
 async def _transfers(machines: Machines) -> dict[str, float]:
     made = await machines.make()
-    channel = made.instance.channel
     try:
-        await write_file(channel, _FILE, _zeros())  # what it is done with is translated
-        began = time.perf_counter()
-        await write_file(channel, _FILE, _zeros())
-        into = TRANSFER / (time.perf_counter() - began) / 1e6
-        began, got = time.perf_counter(), 0
-        async for data in read_file(channel, _FILE):
-            got += len(data)
-        out = got / (time.perf_counter() - began) / 1e6
+        return await transfers(made.instance)
     finally:
         await machines.end(made)
-    return {"channel_in_mb_per_s": round(into, 1), "channel_out_mb_per_s": round(out, 1)}
 
 
 async def _idle_and_paused(machines: Machines, count: int) -> dict[str, float]:
