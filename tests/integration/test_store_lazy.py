@@ -207,6 +207,26 @@ def test_a_successor_inherits_an_older_holders_smaller_table(root: Path, tmp_pat
             assert {name: result.result(60) for name, result in results.items()} == digests
 
 
+def test_a_layer_that_can_not_be_attached_leaves_nothing(root: Path) -> None:
+    with node(root) as made:
+        layer, digests = published(made)
+        for part in ("manifests", "placements", "metadata"):
+            (path,) = (made.store / part).iterdir()
+            content = path.read_bytes()
+            for fault in ("gone", "wrong"):
+                path.unlink()
+                if fault == "wrong":
+                    path.write_bytes(content[:-1] + b"?")
+                assert "error" in made.call("attach", layer), (part, fault)
+                assert not (made.cache / layer).exists()
+                begun = list(made.cache.glob(".begun-*"))
+                assert begun
+                assert not any((each / "meta.erofs").stat().st_size for each in begun), (part, fault)
+                path.write_bytes(content)
+        top = made.mount(layer)
+        assert {name: digest(top / name) for name in digests} == digests
+
+
 @pytest.mark.parametrize("table", ["empty", "of another form", "of a newer one"])
 def test_a_table_that_a_holder_does_not_know_is_refused(root: Path, table: str) -> None:
     with node(root) as made:

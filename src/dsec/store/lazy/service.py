@@ -265,8 +265,11 @@ class LazyLayers:
             self._writer = writer
             self._ready.set()
             releasing = asyncio.create_task(self._release_rest(), name="release lazy layers")
-            await self._listen(reader)
-            releasing.cancel()
+            try:
+                await self._listen(reader)
+            finally:
+                releasing.cancel()
+                await asyncio.wait([releasing])
             self._ready.clear()
             writer.close()
             for waiting in self._waiting.values():
