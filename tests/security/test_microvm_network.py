@@ -21,11 +21,14 @@ from test_egress import (  # noqa: F401
 )
 
 import dsec
-from dsec.errors import CreateFailed
+from dsec.errors import CreateFailed, Unsupported
+from dsec.spec.causes import Cause
+from dsec.spec.tripwires import NetworkRule
 from server_kit import PATIENCE_S
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
 ]
 
@@ -121,17 +124,16 @@ def works_again(there: World, box: dsec.Sandbox) -> str:
     return str(found)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "record(3, 900_000, bytes(16384))[:-1] + b'x' * 200_000",  # bytes in place of records
-        "open_(900_000, name, 9000) + record(3, 900_000, bytes(16384)) * 40",  # more than it may send
-    ],
-)
-def test_nonsense_ends_its_own_connections_alone(there: World, box: dsec.Sandbox, said: str) -> None:
-    """More of it: `tests/unit/test_vmm_network.py`."""
-    assert inside(
-        box, f"{POSE}_, fd = way(); name = socket.gethostbyname('good.example'); flush(fd, {said}); found = 1"
+def test_nonsense_ends_its_own_connections_alone(there: World, box: dsec.Sandbox) -> None:
+    """More bytes than it may send; more of the kind: `tests/unit/test_vmm_network.py`."""
+    inside(
+        box,
+        POSE
+        + """
+_, fd = way()
+flush(fd, open_(900_000, socket.gethostbyname('good.example'), 9000) + record(3, 900_000, bytes(16384)) * 40)
+found = True
+""",
     )
     assert works_again(there, box) == "hello"
 
@@ -160,6 +162,23 @@ def test_a_flood_of_wishes_leaves_the_server_to_others(there: World, box: dsec.S
     assert box.network.get().open <= 4
     command.wait()
     assert works_again(there, box) == "hello"
+
+
+def test_a_tripwire_for_what_is_refused(there: World) -> None:
+    rule = {"kind": "network", "id": "evil", "names": ["*.evil.example"], "severity": "critical", "action": "end"}
+    spec = msgspec.structs.replace(SMALL, tripwires=[msgspec.convert(rule, NetworkRule)])
+    with there.client.create(spec) as box:
+        assert [each.type for each in events(box)].count("tripwires_armed") == 1
+        inside(box, 'found = reach("other.example", 80)')
+        box.commands.start(["python3", "-c", f"{PRELUDE}reach('x.evil.example', 443)"])
+        deadline = time.monotonic() + PATIENCE_S
+        while box.refresh().cause is not Cause.TRIPWIRE:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        hit = next(each.data for each in events(box) if each.type == "tripwire")
+        assert (hit["rule"], hit["act"], hit["path"]) == ("evil", "refused", "x.evil.example")
+    with pytest.raises(Unsupported, match="kind network"):
+        there.client.create(msgspec.structs.replace(SMALL, tripwires=["default"]))
 
 
 def test_its_processes_end_is_its_own_loss(there: World, box: dsec.Sandbox) -> None:

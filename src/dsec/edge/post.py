@@ -13,12 +13,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from dsec.edge.evidence import argv_of, exe_of, look, shown
+from dsec.edge.lookout import Hit, Lookout, Raise
 from dsec.kernel.fanotify import NAMES, Event, Group, Mask, handle_of, open_inside
 from dsec.plan.tripwires import Matches, Pace, Plan, Seen
 from dsec.spec.tripwires import Rule, Touch
@@ -33,35 +32,16 @@ _WRITTEN = Mask.MODIFY | Mask.CLOSE_WRITE
 _SELF = os.getpid
 
 
-class Hit(Struct, frozen=True):
-    """A rule and what it was seen by; `count` hits since the last one of this rule."""
-
-    rule: Rule
-    act: str
-    """`read`, `write`, `remove`, `start`, `masked` or `refused`."""
-    path: str
-    process: dict[str, Any] | None
-    """None: it had ended before it could be looked at."""
-    count: int
-    time: float
-
-
-Raise = Callable[[Hit | None], None]
-"""None: events were lost."""
-
-
-class Post:
-    """One sandbox's."""
+class Post(Lookout):
+    """One sandbox's, with all that its files and processes show."""
 
     def __init__(self, plan: Plan, pid: int, raises: Raise) -> None:
         """`pid`: the host's number of the sandbox's first process. Sets all marks; raises KernelError."""
-        self.plan = plan
-        self._raise = raises
+        super().__init__(plan, raises)
         self.exact = Group()
         self.wide: Group | None = None
         self.names: Group | None = None
         self._root = -1
-        self._paces: dict[str, Pace] = {}
         self._lost = Pace()
         self._programs: dict[int, str] = {}
         self._inodes: dict[tuple[int, int], str] = {}
@@ -70,8 +50,6 @@ class Post:
         self._marked: set[str] = set()
         self._fixed = {*plan.decoys, *plan.fixed}
         self._masks: set[str] = set()
-        self.expected: dict[str, float] = {}
-        """Directories in which a caller's file call is at work, and until when. Written by the event loop."""
         try:
             self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             self._guest = _identity(f"/proc/{pid}/exe")
@@ -305,17 +283,6 @@ class Post:
             if count:
                 process = process or look(pid, self._uid_base, exe) or ({"exe": exe} if exe else None)
                 self._raise(Hit(rule, act, path, process, count, time.time()))
-
-    def hits(self) -> dict[str, int]:
-        """How often each rule was hit."""
-        return {rule: pace.hits for rule, pace in list(self._paces.items())}
-
-    def refused(self, name: str) -> None:
-        """The network policy refused a connection to `name`. For the event loop."""
-        for rule in self.plan.refused(name):
-            count = self._paces.setdefault(rule.id, Pace()).hit(time.monotonic())
-            if count:
-                self._raise(Hit(rule, "refused", name, None, count, time.time()))
 
     def _on_behalf(self, pid: int, path: str) -> bool:
         """Whether it is the guest itself, at work for a caller. Its program is sealed: no other process can have it."""

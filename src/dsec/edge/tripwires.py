@@ -18,13 +18,14 @@ from typing import Any
 
 from dsec.channel import files
 from dsec.edge.events import Events
-from dsec.edge.post import EXPECTED_S, Hit, Post
+from dsec.edge.lookout import Hit, Lookout
+from dsec.edge.post import EXPECTED_S, Post
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sentry import Sentry
 from dsec.edge.tasks import log, quiet
-from dsec.errors import Conflict, CreateFailed, DsecError, FileError, Unsupported
+from dsec.errors import Conflict, CreateFailed, DsecError, FileError
 from dsec.kernel.syscalls import KernelError
-from dsec.plan.tripwires import Plan, resolve
+from dsec.plan.tripwires import Plan, from_outside, resolve
 from dsec.ports import Instance, WatchedHost
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
@@ -43,7 +44,7 @@ class Tripwires:
         self._events = events
         self._key = key
         self._sentry = Sentry()
-        self._posts: dict[str, Post] = {}
+        self._posts: dict[str, Lookout] = {}
         self._resumed: dict[str, tuple[str, float]] = {}
         self._sandboxes: Mapping[str, Sandbox] = {}
         self._end: Callable[[Sandbox, Cause, str], object] | None = None
@@ -68,10 +69,9 @@ class Tripwires:
         `CreateFailed`."""
         if not spec.tripwires:
             return
-        if not isinstance(instance, WatchedHost):
-            raise Unsupported("tripwires are for container sandboxes", remedy="Leave them out.", field="tripwires")
-        home = _home(spec)
-        plan = Plan(resolve(spec.tripwires), home=home, workdir=spec.workdir)
+        watched = isinstance(instance, WatchedHost)
+        rules = resolve(spec.tripwires) if watched else from_outside(spec.tripwires)
+        plan = Plan(rules, home=_home(spec), workdir=spec.workdir)
         canary = self.canary(sandbox_id)
         missing = await self._put_decoys(plan, spec, instance, canary) if fresh else []
         loop = asyncio.get_running_loop()
@@ -79,12 +79,15 @@ class Tripwires:
         def raises(hit: Hit | None) -> None:
             loop.call_soon_threadsafe(self._hit, sandbox_id, hit)
 
-        try:
-            post = await asyncio.to_thread(Post, plan, instance.pid, raises)
-        except (KernelError, OSError) as error:
-            raise CreateFailed(f"its tripwires can't be armed: {error}", remedy="See `dsec doctor`.") from error
-        self._posts[sandbox_id] = post
-        self._sentry.add(post)
+        if isinstance(instance, WatchedHost):
+            try:
+                post = await asyncio.to_thread(Post, plan, instance.pid, raises)
+            except (KernelError, OSError) as error:
+                raise CreateFailed(f"its tripwires can't be armed: {error}", remedy="See `dsec doctor`.") from error
+            self._posts[sandbox_id] = post
+            self._sentry.add(post)
+        else:
+            self._posts[sandbox_id] = Lookout(plan, raises)
         data: dict[str, Any] = {"rules": len(plan.rules), "canary": canary}
         if missing:
             data["missing_decoys"] = missing
@@ -128,7 +131,7 @@ class Tripwires:
         """Its end is decided. Idempotent."""
         post = self._posts.pop(sandbox_id, None)
         self._resumed.pop(sandbox_id, None)
-        if post is not None:
+        if isinstance(post, Post):
             self._sentry.remove(post)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from dsec.errors import InvalidRequest
+from dsec.errors import InvalidRequest, Unsupported
 from dsec.spec.tripwires import (
     DecoyRule,
     Glob,
@@ -66,6 +66,21 @@ def resolve(tripwires: Sequence[str | Rule]) -> list[Rule]:
     if sum(isinstance(rule, DecoyRule) for rule in found.values()) > MAX_DECOYS:
         raise _invalid("too many decoys", f"At most {MAX_DECOYS}.")
     return list(found.values())
+
+
+def from_outside(tripwires: Sequence[str | Rule]) -> list[Rule]:
+    """As `resolve`, for a sandbox with a kernel of its own, into which nobody can look. Raises `Unsupported` too, for
+    rules about what happens in there."""
+    rules = resolve(tripwires)
+    inside = [rule.id for rule in rules if not isinstance(rule, NetworkRule)]
+    if inside:
+        raise Unsupported(
+            "of a machine only tripwires of the kind network can be watched: its files and processes are its own "
+            f"kernel's, and so can't be seen for {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}",
+            remedy="Leave them out, or use a container.",
+            field="tripwires",
+        )
+    return rules
 
 
 def _check(rule: Rule) -> None:

@@ -26,6 +26,7 @@ from dsec.backends.microvm.suspends import Suspends
 from dsec.channel import Spool
 from dsec.channel.movable import MovableChannel
 from dsec.errors import CreateFailed, DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
+from dsec.plan.tripwires import from_outside
 from dsec.ports import Captured, Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
@@ -138,14 +139,9 @@ class MicroVmBackend:
 
     def check(self, spec: SandboxSpec) -> None:
         kernel = self.node.kernel()
-        for field, value in (
-            ("gpus", spec.gpus),
-            ("tripwires", spec.tripwires),
-        ):
-            if value:
-                raise Unsupported(
-                    f"{field} is not available for microVMs in this version", remedy="Leave it out.", field=field
-                )
+        if spec.gpus is not None:
+            raise Unsupported("a machine can be given no GPU in this version", remedy="Leave it out.", field="gpus")
+        from_outside(spec.tripwires)
         if spec.network and not kernel.leads_out:
             raise Unsupported(
                 f"the kernel of microVMs here ({kernel.release}) was imported without what a network by name takes",

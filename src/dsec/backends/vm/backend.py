@@ -37,6 +37,7 @@ from dsec.errors import (
     Unavailable,
     Unsupported,
 )
+from dsec.plan.tripwires import from_outside
 from dsec.ports import Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
@@ -158,12 +159,9 @@ class VmBackend:
     # --- making ---
 
     def check(self, spec: SandboxSpec) -> None:
-        for field, value in (
-            ("gpus", spec.gpus),
-            ("tripwires", spec.tripwires),
-        ):
-            if value:
-                raise Unsupported(f"{field} is not available for full machines", remedy="Leave it out.", field=field)
+        if spec.gpus is not None:
+            raise Unsupported("a machine can be given no GPU in this version", remedy="Leave it out.", field="gpus")
+        from_outside(spec.tripwires)
         if spec.require_kvm and self.node.driver.accel != "kvm":
             raise Unsupported(
                 f"this node has no KVM that is fit to run machines: {self.node.accel_reason}",
