@@ -238,7 +238,7 @@ class Machines:
                 )
             undo.pop_all()
         found = control(ends.pop("control"))
-        return Machine(name, slot, found, directory, pid, driver=self.driver, connected=ends)
+        return Machine(name, slot, found, directory, pid, driver=self.driver, connected=ends, layers=stem.layers)
 
     def _serving(self) -> LauncherClient:
         if self.launcher is None:

@@ -27,6 +27,7 @@ from dsec.vmm.disks import Disks
 from dsec.vmm.driver import VmmDriver
 from dsec.vmm.launching import LauncherClient, LauncherState, start_launcher
 from dsec.vmm.machine import Machines
+from dsec.vmm.stems import Stems
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class VmHost(Struct, frozen=True, kw_only=True):
 class MachineNode(ABC):
     """A base of the backends' nodes."""
 
+    stems: Stems
+
     def __init__(
         self, name: str, host: VmHost, driver: VmmDriver, cgroups: CgroupRoot, *, accel_reason: str = ""
     ) -> None:
@@ -68,6 +71,14 @@ class MachineNode(ABC):
         self._socket = host.run / f"{name}.sock"
         self._starting = asyncio.Lock()
         self._on_lost: Callable[[], None] = lambda: None
+
+    @abstractmethod
+    async def open(self, on_lost: Callable[[], None]) -> tuple[LauncherState, bool]:
+        """As `connect`."""
+
+    @abstractmethod
+    async def close(self, *, keep: bool) -> None:
+        """`keep`: machines and templates go on for the next server."""
 
     @abstractmethod
     async def launcher_started(self) -> None:

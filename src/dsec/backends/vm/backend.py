@@ -1,15 +1,10 @@
 """`ports.Backend` of full virtual machines: any bootable disk, cloned from a template where it has our guest.
 
-Owns on the host what `machine.Machines` owns for each, a launcher of its own, and templates. Invariants as of microVMs:
-
-- All names are in the handle, so `destroy` works on what a dead server left half-made.
-- VMMs and the launcher outlive this object; when the launcher dies, so do the machines, and a new one is started.
-- What a machine says of itself is a claim: only its VMM's cgroups and its end are facts.
+Its checkpoints are moments that outlive the server. What it owns besides is `vmm.backend`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import secrets
@@ -28,24 +23,21 @@ from dsec.backends.vm.node import Full, FullNode, Seat
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import (
     Conflict,
-    CreateFailed,
-    DsecError,
     InvalidRequest,
     NotFound,
-    OutcomeUnknown,
     QuotaExceeded,
-    Unavailable,
     Unsupported,
 )
 from dsec.plan.tripwires import from_outside
 from dsec.ports import Clock, Handle, InstanceEnd
-from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
 from dsec.spec.screen import Checkpoint
-from dsec.vmm.ends import stopped, whole, why
+from dsec.vmm.backend import MachineBackend
+from dsec.vmm.driver import VmmEnd
+from dsec.vmm.ends import whole
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.images import Image
-from dsec.vmm.moments import Moments
+from dsec.vmm.machine import Machine
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +46,6 @@ LEAST_MEMORY = 128 * MIB
 MOST_VCPUS = 64
 MOST_CHECKPOINTS = 16
 """Of one machine."""
-_ADOPT_S = 30.0
 
 
 class _Of(Struct, frozen=True):
@@ -69,67 +60,22 @@ class _Kept(Struct, frozen=True):
     checkpoint: Checkpoint
 
 
-class VmBackend:
+class VmBackend(MachineBackend[FullNode, FullInstance]):
     """Full machines of one node."""
 
     name: ClassVar[str] = "vm"
-    api_version: ClassVar[int] = 1
+    adopt_s: ClassVar[float] = 30.0
 
     def __init__(self, node: FullNode, clock: Clock) -> None:
-        self.node = node
-        self._clock = clock
-        self.moments = Moments(node.machines, node.stems.drop)
+        super().__init__(node, clock)
         self._checkpoints: dict[str, dict[str, _Kept]] = {}
-        self._instances: dict[str, FullInstance] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
-
-    @property
-    def epoch(self) -> int:
-        return self.node.epoch
-
-    def gauges(self) -> dict[str, dict[str, float]]:
-        """As in `edge.observer.Inspectable`."""
-        return {"cgroups": dict(self.node.pool.counts())}
-
-    async def check_ready(self) -> None:
-        """As in `edge.observer.Inspectable`."""
-        self.node.host.volume.check_space()
-
-    def pid(self, sandbox_id: str) -> int:
-        """The host's number of a machine's VMM. Raises KeyError."""
-        return self._instances[sandbox_id].machine.pid
+        self._adopted: dict[str, str] = {}
 
     # --- opening and closing ---
 
     async def open(self, known: dict[str, Handle]) -> Mapping[str, FullInstance | InstanceEnd]:
-        node = self.node
-        state, fresh = await node.open(self._on_lost)
-        wanted = {handle["slot"]: handle["vm"] for handle in known.values() if handle}
-        slots = await asyncio.to_thread(node.pool.open, wanted)
-        node.machines.expect(state.live)
-        found: dict[str, FullInstance | InstanceEnd] = {}
-        if fresh:
-            found = dict.fromkeys(known, InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines was gone"))
-        moments = await self.moments.adopt(state.held)
-        await node.templates.adopt(state.held, moments.keys())
-        left = state.live.keys() | state.ended.keys() | node.machines.names()
-        for sandbox_id, handle in known.items():
-            if not handle:
-                continue
-            if handle["vm"] in state.ended:
-                found[sandbox_id] = why(state.ended[handle["vm"]])
-            elif handle["vm"] in state.live and handle["slot"] in slots:
-                try:
-                    found[sandbox_id] = await self._adopt(sandbox_id, handle)
-                except DsecError as error:
-                    log.warning("sandbox %s cannot be adopted: %s", sandbox_id, error)
-        for sandbox_id, handle in known.items():
-            if sandbox_id not in self._instances:
-                await self.destroy(sandbox_id, handle)
-        ours = {instance.machine.name for instance in self._instances.values()}
-        for name in left - ours:
-            await node.machines.end(name, "")
-        for name, what in moments.items():
+        found = await super().open(known)
+        for name, what in self._adopted.items():
             of = msgspec.json.decode(what, type=_Of)
             if of.sandbox_id in self._instances:
                 self._checkpoints.setdefault(of.sandbox_id, {})[of.checkpoint.name] = _Kept(name, of.checkpoint)
@@ -137,41 +83,26 @@ class VmBackend:
                 self.moments.drop(name)
         return found
 
-    async def close(self, *, keep: bool) -> None:
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
-        self._watches.clear()
-        for instance in self._instances.values():
-            instance.forget()
-            await instance.channel.close()
-            instance.full.close()
-        self._instances.clear()
-        await self.moments.close(keep=keep)
-        await self.node.close(keep=keep)
+    async def _adopt_kept(self, held: frozenset[str]) -> None:
+        self._adopted = await self.moments.adopt(held)
+        await self.node.templates.adopt(held, self._adopted.keys())
 
-    def _on_lost(self) -> None:
-        """The launcher died; its VMMs die with it."""
-        for instance in self._instances.values():
-            instance.machine.slot.kill()
-            instance.note_end(InstanceEnd(Cause.NODE_LOST, "the launcher of virtual machines died"))
+    async def _serve_again(self, sandbox_id: str, machine: Machine, handle: Handle) -> FullInstance:
+        full = Full(machine)
+        try:
+            return await self._serve(sandbox_id, full, handle, machine.connect() if handle["guest"] else None)
+        except BaseException:
+            full.close()
+            raise
+
+    def _let_go(self, instance: FullInstance) -> None:
+        instance.full.close()
 
     # --- making ---
 
     def check(self, spec: SandboxSpec) -> None:
-        if spec.gpus is not None:
-            raise Unsupported("a machine can be given no GPU in this version", remedy="Leave it out.", field="gpus")
+        self._check_alike(spec, "a full machine", LEAST_MEMORY, MOST_VCPUS)
         from_outside(spec.tripwires)
-        if spec.require_kvm and self.node.driver.accel != "kvm":
-            raise Unsupported(
-                f"this node has no KVM that is fit to run machines: {self.node.accel_reason}",
-                remedy="Leave require_kvm out, and the machine runs slowly.",
-                field="require_kvm",
-            )
-        if spec.memory_bytes < LEAST_MEMORY:
-            raise InvalidRequest(f"a full machine needs {LEAST_MEMORY >> 20} MiB of memory", field="memory_bytes")
-        if spec.cpus > MOST_VCPUS:
-            raise Unsupported(f"a full machine has at most {MOST_VCPUS} CPUs", field="cpus")
         image = self._image(spec)
         if spec.disk_bytes < image.size_bytes:
             raise InvalidRequest(
@@ -219,17 +150,6 @@ class VmBackend:
             "cpus": spec.cpus,
             "disk_bytes": max(image.size_bytes, spec.disk_bytes) // MIB * MIB,
         }
-
-    async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> FullInstance:
-        try:
-            return await self._create(sandbox_id, spec, handle)
-        except BaseException as error:
-            await asyncio.shield(self.destroy(sandbox_id, handle))
-            if isinstance(error, OSError):
-                raise CreateFailed(f"the host refused a step: {error}", remedy="See `dsec doctor`.") from error
-            if isinstance(error, OutcomeUnknown):
-                raise CreateFailed(f"the machine went away while it was made: {error.message}") from error
-            raise
 
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> FullInstance:
         node, begun = self.node, self._clock.monotonic()
@@ -305,49 +225,7 @@ class VmBackend:
             make_swap=self.node.host.make_swap,
         )
         instance.adopted = not fresh
-        self._instances[sandbox_id] = instance
-        self._watches[sandbox_id] = asyncio.create_task(self._watch(instance), name=f"end of {sandbox_id}")
-        return instance
-
-    async def _adopt(self, sandbox_id: str, handle: Handle) -> FullInstance:
-        slot = self.node.pool.find(handle["slot"], handle["vm"])
-        assert slot is not None
-        frozen = slot.frozen
-        if frozen:  # its guest and its VMM have to answer once
-            slot.thaw()
-        full = Full(await self.node.machines.adopt(handle["vm"], slot))
-        try:
-            async with asyncio.timeout(_ADOPT_S):
-                sock = full.machine.connect() if handle["guest"] else None
-                instance = await self._serve(sandbox_id, full, handle, sock)
-        except TimeoutError:
-            full.close()
-            raise Unavailable("its guest doesn't answer") from None
-        if frozen:
-            instance.freeze(True)
-        return instance
-
-    # --- copies ---
-
-    async def split(self, sandbox_id: str, handle: Handle) -> str:
-        """As in `ports.ForkHost`."""
-        if handle.get("vmm") != self.node.driver.fingerprint:
-            raise Unsupported(
-                "this machine was started by another version of the virtual machine monitor, or on another CPU: its "
-                "state can't go on in one of this node's",
-                remedy="Create a new sandbox, and fork that.",
-            )
-        return await self.moments.take(self._running(sandbox_id), handle)
-
-    async def drop(self, name: str) -> None:
-        """As in `ports.ForkHost`."""
-        self.moments.drop(name)
-
-    def _running(self, sandbox_id: str) -> FullInstance:
-        instance = self._instances.get(sandbox_id)
-        if instance is None:
-            raise Unavailable("the machine is not there", remedy="Ask for its state.")
-        return instance
+        return self._served(instance)
 
     # --- checkpoints ---
 
@@ -406,34 +284,11 @@ class VmBackend:
 
     # --- ending ---
 
-    async def _watch(self, instance: FullInstance) -> None:
-        """Say why it ended: its VMM did, or its kernel stopped."""
-        exited = self.node.machines.exited(instance.machine.name)
-        halted = asyncio.ensure_future(instance.machine.control.ended())
-        try:
-            await asyncio.wait((exited, halted), return_when=asyncio.FIRST_COMPLETED)
-            if halted.done() and not halted.cancelled():
-                instance.note_end(stopped(halted.result().reason, instance.full.console.tail()))
-            elif exited.done():
-                instance.note_end(why(exited.result()))
-        finally:
-            halted.cancel()
+    def _last_words(self, instance: FullInstance, end: VmmEnd) -> str:
+        del end
+        return instance.full.console.tail()
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
         for kept in self._checkpoints.pop(sandbox_id, {}).values():
             self.moments.drop(kept.moment)
         await self._end(sandbox_id, handle)
-
-    async def _end(self, sandbox_id: str, handle: Handle) -> None:
-        instance = self._instances.pop(sandbox_id, None)
-        watch = self._watches.pop(sandbox_id, None)
-        if watch is not None:
-            watch.cancel()
-        if instance is not None:
-            instance.forget()
-            instance.frozen = False  # a thread that pages it out stops
-            await instance.channel.close()
-            instance.full.console.close()
-        if handle:
-            await self.node.machines.end(handle["vm"], handle["slot"], instance.machine if instance else None)
-        self.node.host.volume.remove_spool(sandbox_id)
