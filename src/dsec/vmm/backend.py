@@ -170,7 +170,7 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
 
     def _check_alike(self, spec: SandboxSpec, kind: str, least_bytes: int, most_vcpus: int) -> None:
         """As `check`, of what is the same for all machines. `kind`: in words, with an article."""
-        for field, value in self._missing(spec).items():
+        for field, value in (("gpus", spec.gpus), ("tripwires", spec.tripwires)):
             if value:
                 raise Unsupported(f"{field} is not available for {kind}", remedy="Leave it out.", field=field)
         if spec.require_kvm and self.node.driver.accel != "kvm":
@@ -183,10 +183,6 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
             raise InvalidRequest(f"{kind} needs {least_bytes >> 20} MiB of memory", field="memory_bytes")
         if spec.cpus > most_vcpus:
             raise Unsupported(f"{kind} has at most {most_vcpus} CPUs", field="cpus")
-
-    def _missing(self, spec: SandboxSpec) -> dict[str, object]:
-        """Fields that no machine has, and what a spec asks of them."""
-        return {"gpus": spec.gpus, "tripwires": spec.tripwires}
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> InstanceT:
         try:
