@@ -170,9 +170,8 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
 
     def _check_alike(self, spec: SandboxSpec, kind: str, least_bytes: int, most_vcpus: int) -> None:
         """As `check`, of what is the same for all machines. `kind`: in words, with an article."""
-        for field, value in (("gpus", spec.gpus), ("tripwires", spec.tripwires)):
-            if value:
-                raise Unsupported(f"{field} is not available for {kind}", remedy="Leave it out.", field=field)
+        if spec.gpus is not None:
+            raise Unsupported(f"{kind} can be given no GPU in this version", remedy="Leave it out.", field="gpus")
         if spec.require_kvm and self.node.driver.accel != "kvm":
             raise Unsupported(
                 f"this node has no KVM that is fit to run machines: {self.node.accel_reason}",
