@@ -9,9 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from nats.aio.client import Client
 
+from dsec.bench.cluster_edges import Fleet, SimEdge
+from dsec.cluster.bus import Bus
 from dsec.cluster.logs import Shipment, pack, unpack
+from dsec.cluster.member import Membership
 from dsec.cluster.wire import Heartbeat, Join, Joined, Member
+from dsec.spec.cluster import NodeFacts
 
 BEFORE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "cluster_wire.json").read_text())
 KINDS: dict[str, Any] = {"join": Join, "joined": Joined, "member": Member, "heartbeat": Heartbeat}
@@ -34,6 +40,19 @@ def test_what_the_next_release_may_add(name: str) -> None:
 
 def test_an_apiserver_of_the_release_before_keeps_no_logs() -> None:
     assert msgspec.json.decode(json.dumps(BEFORE["joined"]), type=Joined).shards == 0
+
+
+async def test_an_apiserver_of_the_release_before_is_told_all(tmp_path: Path) -> None:
+    """It would take the details that a brief heartbeat leaves out for none: no quota's share would be used."""
+    edge = SimEdge(Fleet(3), 3)
+    member = Membership(edge, Bus(Client(), []), NodeFacts(edge=3), url="http://127.0.0.1:1", state=tmp_path)
+    before = msgspec.json.decode(json.dumps(BEFORE["joined"]), type=Joined)
+    await member.accept(before)
+    assert [member.heartbeat().brief for _ in range(3)] == [False] * 3
+    await member.accept(replace(before, brief=True))
+    assert [member.heartbeat().brief for _ in range(3)] == [True] * 3
+    await member.accept(before)
+    assert not member.heartbeat().brief
 
 
 def test_a_shipment_of_the_next_release() -> None:

@@ -32,7 +32,8 @@ from dsec.plan.fencing import Claim
 from dsec.spec.cluster import NodeFacts, NodeReport, brief
 from dsec.spec.runs import RunInfo
 
-BEAT_S = 1.0
+BEAT_S = 1.2
+"""Two may be missed before a node counts as silent."""
 BUSY_BEAT_S = 0.2
 END_LOST_S = 120.0
 FILE = "cluster.json"
@@ -85,6 +86,8 @@ class Membership:
         self._detail_number = 0
         self._asked = False
         """Somebody has to be told them again."""
+        self._brief = False
+        """Whether the apiservers know reports without them."""
 
     async def run(self) -> None:
         """Join, and go on. Raises `Conflict` where this node's number is another's."""
@@ -137,6 +140,11 @@ class Membership:
                     raise Conflict(joined.error, remedy="Give this node a number and credentials of its own.")
                 log.warning("joining: %s", joined.error)
             await asyncio.sleep(1.0)
+        await self.accept(joined)
+
+    async def accept(self, joined: Joined) -> None:
+        """Serve under this claim from now on."""
+        assert joined.claim is not None
         if joined.end_all:
             log.warning("what this node had was declared lost: ending it")
             if not await self._edge.end_lost(END_LOST_S):
@@ -144,28 +152,32 @@ class Membership:
         replace_file(self._path, _encode(Disk(joined.claim.incarnation)))
         self.claim = joined.claim
         self.taken.clear()
+        self._brief = joined.brief
         self.joined(joined)
         log.info("edge %d serves, incarnation %d", self.facts.edge, joined.claim.incarnation)
 
     async def _beat(self) -> None:
         """One heartbeat, then a pause: a shorter one while sandboxes are made."""
+        await self._bus.publish(f"dsec.beat.{self.facts.edge}", self.heartbeat())
+        said = dict(self.taken)
+        deadline = time.monotonic() + BEAT_S
+        while (left := deadline - time.monotonic()) > 0 and not self._fenced.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._fenced.wait(), min(left, BUSY_BEAT_S))
+            if said != self.taken or self._asked:
+                return
+
+    def heartbeat(self) -> Heartbeat:
+        """The next one: brief where nothing of its details is new."""
         report = self.report()
         details = (report.projects, report.runs, report.layers, report.charged)
-        same = details == self._details and not self._asked
+        same = self._brief and details == self._details and not self._asked
         if not same:
             self._asked = False
             self._details = details
             self._detail_number += 1
         said_now = brief(report) if same else report
-        beat = Heartbeat(said_now, time.time(), self._detail_number, same, self.unshipped())
-        await self._bus.publish(f"dsec.beat.{self.facts.edge}", beat)
-        said = dict(self.taken)
-        deadline = time.monotonic() + BEAT_S
-        while time.monotonic() < deadline and not self._fenced.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._fenced.wait(), BUSY_BEAT_S)
-            if said != self.taken or self._asked:
-                return
+        return Heartbeat(said_now, time.time(), self._detail_number, same, self.unshipped())
 
     def report(self) -> NodeReport:
         """How this node is now."""
@@ -179,7 +191,7 @@ class Membership:
             starting=node.starting,
             queued=node.queued,
             memory_committed_bytes=node.memory_committed_bytes,
-            busy=min(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1))),
+            busy=round(min(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1))), 2),
             create_ms=counts.create_ms,
             draining=self.draining,
             projects=counts.projects,

@@ -23,13 +23,14 @@ from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
-from dsec.spec.cluster import filled
+from dsec.spec.cluster import NodeReport, filled
 
 TICK_S = 1.0
 PING_S = 0.5
 ABSENT_S = 2.0
 log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
+_heartbeat = msgspec.json.Decoder(Heartbeat).decode
 
 
 class Nodes:
@@ -39,6 +40,8 @@ class Nodes:
         self.scheduler = scheduler
         self.changed: Callable[[], None] = lambda: None
         """Called when there may be room that there wasn't."""
+        self.arrived: Callable[[Member], None] = lambda member: None
+        """Called when an edge serves under a new claim."""
         self.ready = asyncio.Event()
         """All records are known."""
         self._bus = bus
@@ -47,8 +50,8 @@ class Nodes:
         self._skew: dict[int, float] = {}
         self.unshipped: dict[int, int] = {}
         """By edge: logs that would be lost with it, in part."""
-        self._said: dict[int, tuple[str, int]] = {}
-        """Whose details, and which of them, the last report of an edge had."""
+        self._said: dict[int, tuple[str, int, NodeReport]] = {}
+        """Whose details, and which of them, the last report of an edge had; and that report, as it came."""
         self._absent: dict[int, float] = {}
         """Numbers that were looked up in vain, and until when that counts; at most as many as there are numbers."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -175,7 +178,7 @@ class Nodes:
         if await self._members.put_if(str(edge), revision, member) is None:
             raise Unavailable("its record changed meanwhile")
         log.info("edge %d joins at %s: incarnation %d, %s", edge, asked.url, new.incarnation, how.value)
-        return Joined(claim=new, end_all=how is Return.END_ALL, shards=SHARDS)
+        return Joined(claim=new, end_all=how is Return.END_ALL, shards=SHARDS, brief=True)
 
     async def _answers(self, edge: int) -> bool:
         """Whether a process serves as this edge now."""
@@ -199,6 +202,7 @@ class Nodes:
         self._known[edge] = member
         if known is None or known.claim.incarnation != member.claim.incarnation:
             self.scheduler.join(member.facts, replace(member.claim, lost=False), time.monotonic())
+            self.arrived(member)
         if member.claim.lost and (known is None or not known.claim.lost):
             log.warning("edge %d is lost", edge)
             self.scheduler.lost(edge)
@@ -207,7 +211,7 @@ class Nodes:
 
     async def _beat(self, message: Msg) -> None:
         try:
-            beat = msgspec.json.decode(message.data, type=Heartbeat)
+            beat = _heartbeat(message.data)
         except msgspec.MsgspecError as error:
             log.warning("a report that can't be read at %s: %s", message.subject, error)
             return
@@ -221,17 +225,20 @@ class Nodes:
         if not serves(known.claim, report.incarnation):
             await self._bus.publish(f"dsec.edge.{report.edge}.fenced", report.incarnation)
             return
-        said = (report.instance, beat.details)
+        edge, now, said = report.edge, time.monotonic(), self._said.get(report.edge)
+        self._said[edge] = (report.instance, beat.details, report)
+        self._skew[edge] = beat.now - time.time()
+        self.unshipped[edge] = beat.unshipped
         if beat.brief:
-            last = self.scheduler.watch.report(report.edge)
-            if last is None or self._said.get(report.edge) != said:
-                await self._bus.publish(f"dsec.edge.{report.edge}.tell", None)
+            last = self.scheduler.watch.report(edge)
+            if last is None or said is None or said[:2] != (report.instance, beat.details):
+                del self._said[edge]
+                await self._bus.publish(f"dsec.edge.{edge}.tell", None)
                 return
+            if report == said[2] and self.scheduler.again(edge, now):
+                return  # most are, where nothing is asked for
             report = filled(report, last)
-        self._said[report.edge] = said
-        self._skew[report.edge] = beat.now - time.time()
-        self.unshipped[report.edge] = beat.unshipped
-        self.scheduler.hear(report, time.monotonic())
+        self.scheduler.hear(report, now)
         self.changed()
 
     async def _tick(self) -> None:

@@ -45,6 +45,7 @@ class Upstream:
         self._nodes = nodes
         self._holder = holder
         self._session: aiohttp.ClientSession | None = None
+        self._warming: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -54,11 +55,27 @@ class Upstream:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        self._nodes.arrived = self._arrived
 
     async def close(self) -> None:
         """Idempotent."""
+        for task in self._warming:
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+    def _arrived(self, member: Member) -> None:
+        task = asyncio.ensure_future(self._connect(member))
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
+
+    async def _connect(self, member: Member) -> None:
+        """Have a connection ready for the first call that comes: to make one costs as much as the call."""
+        if not member.claim.lost:
+            with contextlib.suppress(NotSent, aiohttp.ClientError, OSError):
+                async with self.ask(member, "GET", "/healthz", headers=CIMultiDict()) as response:
+                    await response.read()
 
     def bearer(self, member: Member, principal: Principal) -> str:
         """This caller's, for that edge."""

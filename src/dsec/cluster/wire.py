@@ -63,6 +63,8 @@ class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Trying again is in vain."""
     shards: Natural = 0
     """Streams that take logs (`logs.py`); 0: an apiserver that knows of none."""
+    brief: bool = False
+    """Heartbeats may be brief: one that doesn't know this would take details that were left out for none."""
 
 
 class Member(Struct, frozen=True, kw_only=True):

@@ -90,6 +90,7 @@ class _Node:
         "max_live",
         "memory",
         "ok",
+        "overlaid",
         "placeable",
         "report",
         "sent",
@@ -105,6 +106,8 @@ class _Node:
         self.burst = facts.labels.get("burst") == "true"
         self.cordoned = False
         self.placeable = False
+        self.overlaid = False
+        """Something was placed there since its last report."""
         self.max_live = max(1, facts.max_live)
         self.capacity = max(1, facts.memory_capacity_bytes)
         self.window = 1.0
@@ -167,7 +170,13 @@ class Placer:
         if not same:
             self._hold(node, report.layers)
         self._count_runs(node, report.runs)
+        node.overlaid = False
         self._weigh(node)
+
+    def settled(self, edge: int) -> bool:
+        """Whether a report that says what the last one said would change nothing."""
+        node = self._nodes.get(edge)
+        return node is not None and not node.overlaid
 
     def doubt(self, edge: int) -> None:
         """Nothing goes there until the next report that says otherwise."""
@@ -296,6 +305,7 @@ class Placer:
     # --- keeping count ----------------------------------------------------------------------------------------------
 
     def _put(self, node: _Node, ask: Ask, count: int) -> None:
+        node.overlaid = True
         node.sent += count
         node.sent_bytes += count * ask.memory_bytes
         if ask.environment and ask.environment not in node.layers:

@@ -191,6 +191,10 @@ class Holder:
             if not track.pending and account not in charged:
                 del tracks[account]
 
+    def settled(self, edge: int) -> bool:
+        """Whether nothing is on its way to a node: a report that says what the last one said changes nothing."""
+        return not any(track.pending for track in self._tracks.get(edge, {}).values())
+
     def gone(self, edge: int) -> None:
         """The node is lost, and what was on it."""
         for account, track in self._tracks.pop(edge, {}).items():

@@ -153,6 +153,10 @@ class Scheduler:
             self.placer.observe(heard[0], placeable=heard[1])
             self.holder.report(report.edge, report.instance, report.charged.get(self.holder.name, {}), now)
 
+    def again(self, edge: int, now: float) -> bool:
+        """A report has come that says what the last one said; False: it has to be heard (`hear`)."""
+        return self.placer.settled(edge) and self.holder.settled(edge) and self.watch.again(edge, now)
+
     def lost(self, edge: int) -> None:
         """The node's incarnation is fenced."""
         self.watch.lost(edge)

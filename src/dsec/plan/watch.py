@@ -123,6 +123,16 @@ class Watch:
         node.health = self._judge(node, now)
         return report, self._placeable(node, now)
 
+    def again(self, edge: int, now: float) -> bool:
+        """It says what it said last. False, and nothing done, where that may change what it is taken for."""
+        node = self._nodes.get(edge)
+        if node is None or node.health is not Health.WELL or node.slow or node.report is None:
+            return False
+        if node.report.create_ms > max(self.policy.slow_ms, self.policy.slow_ratio * self._median_ms):
+            return False
+        node.heard = now
+        return True
+
     def lost(self, edge: int) -> None:
         """The node's incarnation was fenced (by whomever)."""
         node = self._nodes.get(edge)

@@ -1,0 +1,81 @@
+"""Scarcity in a real cluster (NATS, an apiserver, simulated edges): whose turn it is, and until when one waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from dsec import AsyncClient, AsyncSandbox, SandboxSpec
+from dsec.bench.cluster_edges import MAX_LIVE, MEMORY_BYTES
+from dsec.bench.cluster_place import ClusterPlace, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+EDGES = 2
+ROOM = 8
+"""Sandboxes of `SPEC` that the cluster has room for."""
+SPEC = SandboxSpec(environment="debian", memory_bytes=(MAX_LIVE + 200) * MEMORY_BYTES * EDGES // ROOM)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def place() -> AsyncIterator[ClusterPlace]:
+    async with running(EDGES, servers=1, apiservers=1) as made:
+        yield made
+
+
+class Asker:
+    """A project that asks for many at once."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.made: list[str] = []
+        self.refused: list[str] = []
+
+    async def ask(self, count: int, deadline_s: float) -> None:
+        async for each in self.client.create_many([SPEC] * count, deadline_s=deadline_s):
+            if each.sandbox is not None:
+                self.made.append(each.sandbox.id)
+            elif each.error is not None:
+                self.refused.append(each.error.code)
+
+    async def end_one(self) -> None:
+        assert not await AsyncSandbox.kill_many([self.made.pop()], client=self.client)
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < 60, what
+        await asyncio.sleep(0.05)
+
+
+async def test_a_burst_starves_nobody_and_weights_count(place: ClusterPlace) -> None:
+    async with AsyncClient(place.apis[0], place.key) as root, asyncio.TaskGroup() as tasks:
+        askers = []
+        for name, weight in (("burst", 1.0), ("light", 1.0), ("heavy", 3.0)):
+            await root.rights.create_project(name, weight=weight)
+            key = (await root.rights.create_key(project=name))["key"]
+            askers.append(Asker(AsyncClient(place.apis[0], key)))
+        burst, light, heavy = askers
+        try:
+            bursting = tasks.create_task(burst.ask(40 * ROOM, 30.0))
+            await until(lambda: len(burst.made) == ROOM, "the burst takes all there is")
+            waiting = [tasks.create_task(each.ask(4 * ROOM, 25.0)) for each in (light, heavy)]
+            await asyncio.sleep(1.0)
+            for n in range(ROOM):
+                await burst.end_one()
+                await until(lambda n=n: len(light.made) + len(heavy.made) + len(burst.made) == ROOM, f"turn {n}")  # type: ignore[misc]
+            # From then on room is shared by weight, one to one to three, however many each asks for; a turn more or
+            # less is between any two.
+            shares = [len(each.made) for each in askers]
+            assert all(most - 1 <= share <= most + 1 for share, most in zip(shares, (2, 2, 5), strict=True)), shares
+            await asyncio.gather(bursting, *waiting)
+            for each in askers:  # whoever got nothing until then is told so, by its own deadline
+                assert set(each.refused) == {"admission_timeout"}
+            assert len(burst.refused) == 40 * ROOM - ROOM - len(burst.made)
+        finally:
+            for each in askers:
+                await each.client.close()
