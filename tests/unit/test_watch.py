@@ -89,6 +89,16 @@ def test_a_flapping_node_is_kept_out_until_it_was_calm() -> None:
     assert made.health(3) is Health.WELL
 
 
+def test_a_node_that_answers_nonsense_gets_only_a_probe_now_and_then() -> None:
+    made = watch(1, 2)
+    assert [made.behaved(1, False, 1.0) for _ in range(3)] == [False, False, True]
+    given = [hear(made, 1, float(now)) for now in range(2, 42)]
+    assert made.health(1) is Health.SLOW
+    assert 2 <= sum(map(bool, given)) <= 4
+    assert not made.behaved(1, True, 42.0)
+    assert hear(made, 1, 42.0)
+
+
 def test_a_watcher_that_stood_still_blames_nobody() -> None:
     made = watch(1, 2, 3)
     for now in (1.0, 2.0, 60.0):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 from msgspec import Struct
 
+from dsec.errors import ErrorBody
 from dsec.plan.placement import Ask
 from dsec.plan.quota import account_of
+from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import SandboxSpec
 
 
@@ -16,6 +19,12 @@ class Answered(Struct, frozen=True):
 
     status: int
     body: bytes
+
+
+class _Made(Struct, frozen=True):
+    """What an edge says of a new sandbox, as far as it is looked at."""
+
+    id: str
 
 
 def ask_of(spec: SandboxSpec, project: str) -> Ask:
@@ -53,6 +62,16 @@ def name_key(project: str, run: str | None, name: str) -> str:
 def comes_again(answer: Answered) -> bool:
     """Nothing was made, and the same node may do better in a moment: it is joining, starting or stopping."""
     return answer.status == 401 or (answer.status == 503 and b'"admission_timeout"' not in answer.body)
+
+
+def is_sound(answer: Answered, edge: int) -> bool:
+    """Whether an edge can have said this of a new sandbox: it is one of its own, or an error that can be read."""
+    try:
+        if answer.status >= 400:
+            return bool(msgspec.json.decode(answer.body, type=ErrorBody).code)
+        return edge_of(msgspec.json.decode(answer.body, type=_Made).id) == edge
+    except msgspec.MsgspecError:
+        return False
 
 
 def hash_of(text: str) -> str:

@@ -45,8 +45,13 @@ T = TypeVar("T")
 ASK_S = 5.0
 PATIENCE_S = 30.0
 """For what a server has to have before anything works."""
+MOVE_S = 10.0
+"""Between two looks for a better server."""
 PENDING_BYTES = 8 << 20
 READ_S = 15.0
+PULSE = "pulse"
+"""The key of a record that is written over and over, so that who follows knows how far it has come; nobody else hears
+of it."""
 READ_STEP = 256
 """Messages of a stream that are asked for at once."""
 log = logging.getLogger("dsec.cluster")
@@ -62,10 +67,19 @@ class Bus:
         self._client = client
         self._stream: JetStreamContext = client.jetstream(timeout=ASK_S)
         self.reconnected: Callable[[], None] = lambda: None
+        self._moved_at = time.monotonic()
 
     @property
     def connected(self) -> bool:
         return bool(self._client.is_connected)
+
+    async def elsewhere(self) -> None:
+        """The server that we have may have lost the others: go to the next one. Not too often."""
+        if self.connected and time.monotonic() - self._moved_at > MOVE_S:
+            self._moved_at = time.monotonic()
+            log.warning("bus: no majority answers through this server, trying another")
+            with contextlib.suppress(NatsError, OSError):
+                await self._client.force_reconnect()
 
     async def publish(self, subject: str, value: object) -> None:
         """To whoever listens, or nobody. Dropped where the servers can't be reached: what is published is a state that
@@ -88,6 +102,8 @@ class Bus:
         try:
             await self._stream.publish(subject, data, timeout=ASK_S)
         except (NatsError, TimeoutError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                await self.elsewhere()
             raise Unavailable(f"nothing took {subject}: {error or type(error).__name__}") from error
 
     async def stream(self, name: str, subjects: str, *, replicas: int, keep_s: float, most_bytes: int) -> None:
@@ -156,10 +172,7 @@ class Bus:
             except BucketNotFoundError:
                 return await self._stream.create_key_value(config)
 
-        async def last() -> int:
-            return int((await self._stream.stream_info(f"KV_{name}")).state.last_seq)
-
-        return Bucket(await _patiently(name, open_or_make), kind, last)
+        return Bucket(await _patiently(name, open_or_make), kind)
 
     async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
         """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
@@ -221,20 +234,11 @@ class Log:
 class Bucket(Generic[T]):
     """Records of one kind by key."""
 
-    def __init__(self, store: KeyValue, kind: type[T], last: Callable[[], Awaitable[int]]) -> None:
-        """Use `Bus.bucket`."""
+    def __init__(self, store: KeyValue, kind: type[T]) -> None:
         self.heard = 0
-        """The last revision that `follow` has told."""
-        self._last = last
+        """The last revision that `follow` has come to."""
         self._store = store
         self._decode = msgspec.json.Decoder(kind).decode
-
-    async def last(self) -> int:
-        """The revision of the last change, as the server says that speaks for a majority. Raises `Unavailable`."""
-        try:
-            return await self._last()
-        except (NatsError, TimeoutError, OSError) as error:
-            raise _unavailable(error) from error
 
     async def get(self, key: str) -> tuple[int, T | None]:
         """Its revision and value; None where there is none (the revision then is what `put_if` takes). A moment old at
@@ -296,8 +300,9 @@ class Bucket(Generic[T]):
             if entry is None:
                 caught_up()
                 continue
-            gone = entry.operation in ("DEL", "PURGE")
-            changed(entry.key, None if gone else self._decode(entry.value), int(entry.revision))
+            if entry.key != PULSE:
+                gone = entry.operation in ("DEL", "PURGE")
+                changed(entry.key, None if gone else self._decode(entry.value), int(entry.revision))
             self.heard = max(self.heard, int(entry.revision))
 
 

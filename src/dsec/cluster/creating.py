@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from dsec.cluster.asking import Answered, account_for, ask_of, comes_again, digest_of, record_key
+from dsec.cluster.asking import Answered, account_for, ask_of, comes_again, digest_of, is_sound, record_key
 from dsec.cluster.jobs import Job, Known, Records, Taken
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.quotas import Quotas
@@ -29,7 +29,7 @@ from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.upstream import NotSent, Upstream
 from dsec.cluster.wire import REFUSED, RUN, Member, RunNews
 from dsec.edge.client import Principal
-from dsec.errors import DsecError, SandboxLost, Unavailable
+from dsec.errors import CreateFailed, DsecError, SandboxLost, Unavailable
 from dsec.plan.fencing import Claim
 from dsec.plan.placement import Ask
 from dsec.plan.scheduler import Failure, Order, Scheduler, Wanted
@@ -205,6 +205,10 @@ class Creations:
                             last.append(answer)
                         return None
                     if not comes_again(answer):
+                        sound = bool(form.target) or job.repeated or is_sound(answer, edge)
+                        self.scheduler.behaved(edge, sound, time.monotonic())
+                        if not sound:
+                            raise CreateFailed(f"edge {edge} answered what no edge does", remedy="Create it again.")
                         return answer
             except NotSent:
                 if edge not in job.doubt:

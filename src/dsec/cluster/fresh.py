@@ -1,9 +1,9 @@
 """How current it is what an apiserver knows of keys and rights.
 
-Who leads a bucket is asked again and again for its last revision: only a server that speaks for a majority answers
-(one that lost it notices within some 10 s), and only when all up to this revision was heard does the answer count.
-Invariant: longer than `limit_s` after the last answer that counts no key is taken, so that one that was revoked, or
-whose project was deleted, isn't good for long at an apiserver that was cut off: from all servers, or with some of them.
+It writes a record of no meaning into each bucket again and again: a majority of the servers takes it or nobody, and
+when it comes back to who follows the bucket, all that was written before has come, too. Invariant: longer than
+`limit_s` after it began to write the last one that came back no key is taken, so that one that was revoked, or whose
+project was deleted, isn't good for longer at an apiserver that was cut off: from all servers, or with some of them.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from typing import Any
 
+from dsec.cluster.bus import PULSE, Bucket, Bus
 from dsec.errors import Unavailable
 
 CHECK_S = 2.0
+HEAR_S = 5.0
 log = logging.getLogger("dsec.cluster")
-
-
-class Followed(Protocol):
-    """A bucket that is followed."""
-
-    heard: int
-
-    async def last(self) -> int: ...
 
 
 class Freshness:
     """For the event loop."""
 
-    def __init__(self, limit_s: float, *buckets: Followed) -> None:
-        self._buckets = buckets
+    def __init__(self, limit_s: float, bus: Bus, pulses: dict[Bucket[Any], object]) -> None:
+        """`pulses`: the buckets that are followed, and for each a record that says nothing."""
+        self._bus = bus
+        self._pulses = pulses
         self._limit_s = limit_s
         self._known_at = time.monotonic()
         self._stale = False
@@ -61,12 +57,15 @@ class Freshness:
 
     async def _check_on(self) -> None:
         while True:
-            asked_at = time.monotonic()
+            begun_at = time.monotonic()
             try:
-                last = [await bucket.last() for bucket in self._buckets]
-            except Unavailable as error:
-                log.debug("asking how new keys and rights are: %s", error)
+                wanted = [(bucket, await bucket.put(PULSE, record)) for bucket, record in self._pulses.items()]
+                async with asyncio.timeout(HEAR_S):
+                    while any(bucket.heard < revision for bucket, revision in wanted):  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            except (Unavailable, TimeoutError) as error:
+                log.debug("how new keys and rights are: %s", error or type(error).__name__)
+                await self._bus.elsewhere()
             else:
-                if all(bucket.heard >= number for bucket, number in zip(self._buckets, last, strict=True)):
-                    self._known_at = asked_at
+                self._known_at = begun_at
             await asyncio.sleep(CHECK_S)

@@ -36,6 +36,8 @@ class Job:
         self.ticket = 0
         self.doubt = {part.edge for part in record.parts}
         """Edges to which something was sent that may have arrived: that they can't be reached proves nothing."""
+        self.repeated = bool(record.parts)
+        """What it asks for may be there, and have moved since."""
         self.lock = asyncio.Lock()
         self.wanting: list[Part] = []
         """To be put on record."""

@@ -212,10 +212,9 @@ class Keys:
     async def revoke(self, key_id: str, by: Caller) -> None:
         """Idempotent. Raises `NotFound`, `PermissionDenied`, `Unavailable`."""
         hashed, key = self._may_change(key_id, by)
-        if key.revoked_at is None:
-            revoked = replace(key, revoked_at=time.time())
-            self._known[hashed] = revoked  # here at once; elsewhere when the record says so
-            await self._bucket.put(hashed, revoked)
+        revoked = replace(key, revoked_at=time.time() if key.revoked_at is None else key.revoked_at)
+        self._known[hashed] = revoked  # here at once; elsewhere when the record says so
+        await self._bucket.put(hashed, revoked)  # again, too: that it is so here doesn't say that it was written
 
     def _may_change(self, key_id: str, by: Caller) -> tuple[str, KeyRecord]:
         for hashed, key in self._known.items():

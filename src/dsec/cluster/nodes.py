@@ -23,7 +23,7 @@ from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
-from dsec.spec.cluster import NodeReport, filled
+from dsec.spec.cluster import NodeReport, filled, sane_facts
 
 TICK_S = 1.0
 PING_S = 0.5
@@ -169,7 +169,7 @@ class Nodes:
         )
         member = Member(
             claim=new,
-            facts=asked.facts,
+            facts=sane_facts(asked.facts),
             url=asked.url,
             secret=asked.secret,
             certificate=asked.certificate,

@@ -174,6 +174,11 @@ class Scheduler:
             self.placer.doubt(change.edge)
         return changes
 
+    def behaved(self, edge: int, well: bool, now: float) -> None:
+        """A node answered an order, or said what none says."""
+        if self.watch.behaved(edge, well, now):
+            self.placer.doubt(edge)
+
     def claim(self, edge: int) -> Claim | None:
         """The last one of a node that is known here."""
         return self._claims.get(edge)

@@ -11,7 +11,8 @@ node's clock matters. The rules:
 - *flapping*: it went silent `flaps` times within `flap_s`. It is kept out until it was well for `calm_s`, while there
   are others that are well.
 - *slow*: its creations take `slow_ratio` times the cluster's median, at least `slow_ms`, `slow_reports` reports in a
-  row. It gets nothing until it is better, but once in `probe_s` a little, to find out.
+  row. It gets nothing until it is better, but once in `probe_s` a little, to find out. So is one whose last `follies`
+  answers were none that an edge gives.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class WatchPolicy(Struct, frozen=True, kw_only=True):
     slow_ms: float = 500.0
     slow_reports: int = 3
     probe_s: float = 10.0
+    follies: int = 3
 
 
 class Health(Enum):
@@ -67,7 +69,7 @@ class Change(Struct, frozen=True):
 
 
 class _Watched:
-    __slots__ = ("facts", "flaps", "health", "heard", "probed", "report", "slow", "well_since")
+    __slots__ = ("facts", "flaps", "follies", "health", "heard", "probed", "report", "slow", "well_since")
 
     def __init__(self, facts: NodeFacts, now: float) -> None:
         self.facts = facts
@@ -77,6 +79,7 @@ class _Watched:
         self.well_since = now
         self.flaps: deque[float] = deque(maxlen=16)
         self.slow = 0
+        self.follies = 0
         self.probed = now
 
 
@@ -126,11 +129,23 @@ class Watch:
     def again(self, edge: int, now: float) -> bool:
         """It says what it said last. False, and nothing done, where that may change what it is taken for."""
         node = self._nodes.get(edge)
-        if node is None or node.health is not Health.WELL or node.slow or node.report is None:
+        if node is None or node.health is not Health.WELL or node.slow or node.follies or node.report is None:
             return False
         if node.report.create_ms > max(self.policy.slow_ms, self.policy.slow_ratio * self._median_ms):
             return False
         node.heard = now
+        return True
+
+    def behaved(self, edge: int, well: bool, now: float) -> bool:
+        """What the node answered to an order was an edge's answer, or wasn't. Returns whether it is to get nothing for
+        now."""
+        node = self._nodes.get(edge)
+        if node is None:
+            return False
+        node.follies = 0 if well else node.follies + 1
+        if node.follies < self.policy.follies:
+            return False
+        node.probed = now
         return True
 
     def lost(self, edge: int) -> None:
@@ -192,7 +207,7 @@ class Watch:
         limit = max(policy.slow_ms, policy.slow_ratio * self._median_ms)
         slow = report.create_ms > limit and self._median_ms > 0
         node.slow = node.slow + 1 if slow else 0
-        return Health.SLOW if node.slow >= policy.slow_reports else Health.WELL
+        return Health.SLOW if node.slow >= policy.slow_reports or node.follies >= policy.follies else Health.WELL
 
     def _placeable(self, node: _Watched, now: float) -> bool:
         if node.health is Health.SLOW and now - node.probed >= self.policy.probe_s:

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 MAX_EDGES = 1 << 16
 MAX_LIVE = 1 << 20
 MAX_MEMORY = 1 << 50
+MAX_NODE_LIVE = 1 << 16
+MAX_NODE_STARTING = 1 << 12
 MAX_CREATE_MS = 1e7
 MAX_NAMED = 4096
 """Projects, runs, layers or placers that one report may name."""
@@ -75,6 +77,16 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     forget."""
     charged: dict[str, dict[str, Charged]] = {}
     """By holder, by account (`plan/quota.py`)."""
+
+
+def sane_facts(facts: NodeFacts) -> NodeFacts:
+    """The facts of a node with no more room than one can have."""
+    return replace(
+        facts,
+        max_live=min(facts.max_live, MAX_NODE_LIVE),
+        max_starting=min(facts.max_starting, MAX_NODE_STARTING),
+        memory_capacity_bytes=min(facts.memory_capacity_bytes, MAX_MEMORY),
+    )
 
 
 def brief(report: NodeReport) -> NodeReport:
