@@ -197,8 +197,11 @@ def end_state(state: Path, store: Path | None) -> None:
     """Whatever the edge of this state left on the host."""
     if census.take(state) != census.Census() or read_config(state).run.exists():
         server = Last(state, store)
-        server.start()
-        server.stop()
+        try:
+            server.start()
+        finally:
+            if server.alive():
+                server.stop()
     assert not read_config(state).run.exists()
 
 

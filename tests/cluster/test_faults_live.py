@@ -377,8 +377,9 @@ async def test_a_node_that_lies(cluster: Cluster, one: AsyncClient, other: Async
     await one.rights.create_project("victim", quota={"sandboxes": 8})
     key = (await one.rights.create_key(project="victim"))["key"]
     kept = await one.create("debian", **at(1))
-    server = await asyncio.start_server(serve_lies, "10.77.0.1", free_port())
-    url = f"http://10.77.0.1:{server.sockets[0].getsockname()[1]}"
+    here, port = "10.77.0.1", free_port()
+    server = await asyncio.start_server(serve_lies, here, port)
+    url = f"http://{here}:{port}"
     async with Liar(cluster, 3) as liar:
         joined = await liar.join(url)
         assert joined.claim is not None
