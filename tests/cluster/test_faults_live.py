@@ -372,7 +372,7 @@ async def serve_lies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def test_a_node_that_lies(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
-    """It says that it is empty and endless, or full, and that it has others' sandboxes. It may get some creations, which
+    """It says that it is empty and endless, or full, and has others' sandboxes. It may get some creations, which
     fail as the platform's fault or are placed elsewhere; nothing else suffers."""
     await one.rights.create_project("victim")
     key = (await one.rights.create_key(project="victim"))["key"]
