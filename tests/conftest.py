@@ -27,7 +27,7 @@ import pytest
 if sys.platform == "linux":
     from dsec.kernel import census, cgroups, sysctl
 
-    _BEFORE = pytest.StashKey[tuple[census.Census, dict[str, str]]]()
+    _BEFORE = pytest.StashKey[tuple[census.Census, dict[str, str], set[str]]]()
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -90,6 +90,17 @@ def _settled(left: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
+
+
+def _addresses() -> set[str]:
+    """Addresses and networks that this host takes for its own: a way out that is made here would make it all of them."""
+    kept, prefix = set(), ""
+    for line in Path("/proc/net/fib_trie").read_text().splitlines():
+        mark, _, rest = line.strip().partition(" ")
+        prefix = rest if mark in ("|--", "+--") else prefix
+        if "LOCAL" in line:
+            kept.add(f"{prefix} {line.strip()}")
+    return kept
 
 
 def _restore(settings: dict[str, str]) -> None:
@@ -195,16 +206,18 @@ if sys.platform == "linux":
     def pytest_sessionstart(session: pytest.Session) -> None:
         """The host as it is before the first test; not in a worker, for others have begun then."""
         if not hasattr(session.config, "workerinput") and os.environ.get("DSEC_TEST_SHARED_HOST") != "1":
-            session.config.stash[_BEFORE] = census.take(), _settings()
+            session.config.stash[_BEFORE] = census.take(), _settings(), _addresses()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(session: pytest.Session) -> None:
         """When all workers are gone: a test of its own, that nothing is left on the host."""
         if _BEFORE not in session.config.stash or not session.testscollected:
             return
-        before, settings = session.config.stash[_BEFORE]
+        before, settings, addresses = session.config.stash[_BEFORE]
         _restore(settings)
         beyond = _settled(lambda: census.take().beyond(before))
+        if changed := sorted(_addresses() ^ addresses):
+            beyond["addresses"] = changed
         report = pytest.TestReport(
             nodeid="tests/conftest.py::nothing_is_left_on_the_host",
             location=("tests/conftest.py", 0, "nothing_is_left_on_the_host"),

@@ -253,6 +253,10 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
         error = -EEXIST;
         why = "an operation with this key exists";
     }
+    if (!error && request.kind == DSEC_WAY_OUT && !guest.machine) { /* elsewhere the zygote makes it, in a net namespace of its own */
+        error = -EOPNOTSUPP;
+        why = "only a virtual machine's guest serves a way out";
+    }
     if (!error && !(op = calloc(1, sizeof *op + request.key_size))) {
         error = -ENOMEM;
         why = "out of memory";
