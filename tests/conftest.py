@@ -93,7 +93,7 @@ def _settled(left: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _addresses() -> set[str]:
-    """Addresses and networks that this host takes for its own: a way out that is made here would make it all of them."""
+    """Addresses and networks that this host takes for its own: a way out made here would make it all of them."""
     kept, prefix = set(), ""
     for line in Path("/proc/net/fib_trie").read_text().splitlines():
         mark, _, rest = line.strip().partition(" ")
