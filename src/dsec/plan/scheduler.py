@@ -35,6 +35,8 @@ ALONE = 32768
 """The same while nobody else does."""
 MAX_REFUSALS = 12
 """So many nodes may refuse a part before the request is told so."""
+MAX_PAUSES = 10
+"""A part that is bound to its node asks so often, once a second, for a share that is large enough."""
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
@@ -99,6 +101,7 @@ class _Range(Struct):
     refusals: int = 0
     fixed: Part | None = None
     """It goes nowhere else: an earlier apiserver may have sent it there already."""
+    pauses: int = 0
 
 
 class _Ticket:
@@ -126,6 +129,8 @@ class Scheduler:
         self._tickets: dict[int, _Ticket] = {}
         self._parked: dict[str, list[_Range]] = {}
         """Ledger -> what waits for more of it."""
+        self._paused: list[_Range] = []
+        """What asks for more of its ledger at the next tick."""
         self._claims: dict[int, Claim] = {}
         self._numbers = 0
         self._failures: list[Failure] = []
@@ -169,6 +174,11 @@ class Scheduler:
 
     def tick(self, now: float) -> list[Change]:
         """Once a second: what the watcher asks for. A node that fell silent gets nothing new."""
+        paused, self._paused = self._paused, []
+        for each in paused:
+            if (found := self._tickets.get(each.ticket)) is not None:
+                found.ranges -= 1
+                self._wait(each)
         changes = self.watch.tick(now)
         for change in changes:
             self.placer.doubt(change.edge)
@@ -279,9 +289,14 @@ class Scheduler:
             found = self._tickets.get(each.ticket)
             if found is None:
                 continue
+            free = self.holder.free(found.account) or 0
             found.ranges -= 1
-            if more or (self.holder.free(found.account) or 0) > 0:
+            if more or free >= (each.count if each.fixed is not None else 1):
                 self._wait(each)
+            elif free and each.pauses < MAX_PAUSES:  # it can't be split: asking at once again would go on for ever
+                found.ranges += 1
+                each.pauses += 1
+                self._paused.append(each)
             else:
                 refused = error or _exceeded(ledger)
                 self._failures.append(Failure(each.ticket, each.first, each.count, refused))

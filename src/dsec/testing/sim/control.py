@@ -185,8 +185,8 @@ class Api:
         if not self.up:
             return
         out = self.scheduler.pump(self.world.engine.now)
-        for failure in out.failures:
-            job = self._tickets.get(failure.ticket)
+        told = [(self._tickets.get(failure.ticket), failure) for failure in out.failures]
+        for job, failure in told:  # found first: the first that is told may be the end of its job
             if job is not None:
                 self._tell(job, failure.first, failure.count, failure.error)
         for order in out.orders:
