@@ -33,7 +33,6 @@ _dsec_packages() {
         command -v git >/dev/null || missing+=(git)
         command -v ip >/dev/null || missing+=(iproute2)
         command -v npm >/dev/null || missing+=(npm)
-        compgen -G '/usr/lib/*/faketime/libfaketime.so.1' >/dev/null || missing+=(libfaketime)
         command -v systemd-analyze >/dev/null || missing+=(systemd)
         command -v qemu-system-x86_64 >/dev/null || missing+=(qemu-system-x86)
         command -v qemu-img >/dev/null || missing+=(qemu-utils)

@@ -57,6 +57,9 @@ SHORT = frozenset(
 )
 """What the short form takes."""
 CLEANUP_S = 120.0
+CASE_S = 90.0
+"""A case that waits longer counts as lost, which is only allowed while something was dead: a peer that was cut off and
+then killed never says that a connection is gone, and the client has no bound on its silence."""
 
 
 class Verdict(Enum):
@@ -141,7 +144,7 @@ async def run(case: Case, factory: ThroughApis) -> Outcome:
 
 
 async def _run(case: Case, factory: ThroughApis) -> tuple[Verdict, str]:
-    found = Sandboxes(factory)
+    found, bound = Sandboxes(factory), asyncio.timeout(CASE_S)
     try:
         await found.backend.open({})
         values = {"sandboxes": found, "factory": factory, "backend": found.backend, **case.arguments}
@@ -149,12 +152,15 @@ async def _run(case: Case, factory: ThroughApis) -> tuple[Verdict, str]:
         arguments = {name: values[name] for name in inspect.signature(method).parameters}
         result = method(**arguments)
         if inspect.isawaitable(result):
-            await result
+            async with bound:
+                await result
     except pytest.skip.Exception as reason:
         return Verdict.SKIPPED, str(reason)
     except Exception as error:  # noqa: BLE001 (it is judged)
         if is_infra(error):
             return Verdict.LOST, _brief(error)
+        if bound.expired():
+            return Verdict.LOST, f"no end within {CASE_S:.0f} s"
         lost = await _lost(found)
         if lost:
             return Verdict.LOST, lost

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -167,32 +168,32 @@ async def test_a_node_that_is_cut_off_is_told_of(cluster: Cluster, one: AsyncCli
     await one.kill_many([info.id for info in await one.list()])
 
 
-FAKE_TIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-
-
-def faked(process: Process, offset_s: int) -> None:
+def faked(process: Process, offset_s: int, clock: Path) -> None:
     """Its clock is wrong from its next start on; the monotonic one isn't."""
-    process.environment |= {
-        "LD_PRELOAD": str(FAKE_TIME),
-        "FAKETIME": f"{offset_s:+d}s",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_DONT_RESET": "1",
-    }
+    process.environment |= {"LD_PRELOAD": str(clock), "WRONG_CLOCK_S": str(offset_s)}
 
 
 def unfaked(process: Process) -> None:
-    for name in ("LD_PRELOAD", "FAKETIME", "FAKETIME_DONT_FAKE_MONOTONIC", "FAKETIME_DONT_RESET"):
+    for name in ("LD_PRELOAD", "WRONG_CLOCK_S"):
         process.environment.pop(name, None)
 
 
-@pytest.mark.skipif(FAKE_TIME is None, reason="libfaketime is not installed")
-async def test_clocks_that_are_wrong(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that makes a process's wall clock wrong, and nothing else."""
+    made = tmp_path_factory.mktemp("clock") / "wrong_clock.so"
+    source = Path(__file__).with_name("wrong_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", made, source], check=True)
+    return made
+
+
+async def test_clocks_that_are_wrong(cluster: Cluster, one: AsyncClient, other: AsyncClient, clock: Path) -> None:
     """An edge that is an hour ahead, an apiserver that is two hours behind."""
     skewed = {cluster.edges[0]: 3600, cluster.apis[1]: -7200}
     before = await one.create("debian", **at(1))
     for process, offset_s in skewed.items():
         process.kill()
-        faked(process, offset_s)
+        faked(process, offset_s, clock)
         process.start()
     try:
         healed(cluster)

@@ -40,6 +40,7 @@ from dsec.errors import (
     SandboxLost,
     SandboxNotFound,
     Unavailable,
+    Unsupported,
     from_body,
 )
 from dsec.plan.scheduler import Part
@@ -306,11 +307,10 @@ class Moves:
             while True:
                 try:
                     edge = await self._move_once(member, resident)
-                except (Conflict, Unavailable) as error:
-                    if time.monotonic() >= deadline:
-                        return {"id": resident.id, "error": error.body()}
                 except DsecError as error:
-                    return {"id": resident.id, "error": error.body()}
+                    passing = error.infra or isinstance(error, Conflict | Unavailable)
+                    if not passing or time.monotonic() >= deadline:
+                        return {"id": resident.id, "error": error.body()}
                 else:
                     return {"id": resident.id, "edge": edge}
                 await asyncio.sleep(DRAIN_RETRY_S)
@@ -322,7 +322,7 @@ class Moves:
             target = f"/v1/sandboxes/{resident.id}/snapshot"
             try:
                 await self._whole(member, "POST", target, principal, _encode(asked))
-            except DsecError as error:  # without it everything is done again
+            except Unsupported as error:  # without it everything is done again; after any other failure it stays
                 log.info("sandbox %s moves without a snapshot: %s", resident.id, error)
         await self._whole(member, "POST", f"{PATH}/{resident.id}/leave", principal)
         answer = await self.rebuild(principal, RebuildRequest(sandbox=resident.id))
