@@ -58,8 +58,8 @@ SHORT = frozenset(
 """What the short form takes."""
 CLEANUP_S = 120.0
 CASE_S = 90.0
-"""A case that waits longer counts as lost, which is only allowed while something was dead: a peer that was cut off and
-then killed never says that a connection is gone, and the client has no bound on its silence."""
+"""A case that waits longer counts as lost, which is only allowed while something was dead: a node that was cut off and
+then killed never says that a connection is gone, and an apiserver has no bound on its silence."""
 
 
 class Verdict(Enum):
