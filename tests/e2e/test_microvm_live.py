@@ -98,9 +98,8 @@ async def test_two_clones_are_two(client: AsyncClient) -> None:
     assert await said(boxes[1], "ls /only-here 2>/dev/null || echo missing") == "missing"
 
 
-@pytest.mark.timeout(
-    1800
-)  # now and then the guest's kernel looks for minutes for pages to reclaim before it ends the program
+# Now and then the guest's kernel looks for minutes for pages to reclaim before it ends the program.
+@pytest.mark.timeout(1800)
 async def test_limits_are_the_kernels_inside(client: AsyncClient) -> None:
     box = await client.create(SMALL)
     hungry = await box.commands.run(["python3", "-c", "x = bytearray(1 << 30)"])
