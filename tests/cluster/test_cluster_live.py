@@ -4,7 +4,7 @@ each of them is killed. The tests are in an order: each leaves the cluster whole
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,6 @@ def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
     states = [state_over(directory / f"state-{number}") for number in (1, 2)]
     with running(directory, states) as made:
         yield made
-
-
-@pytest.fixture
-async def one(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(0) as client:
-        yield client
-
-
-@pytest.fixture
-async def other(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(1) as client:
-        yield client
 
 
 async def test_sandboxes_through_any_apiserver(one: AsyncClient, other: AsyncClient) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,6 @@ def own_store(state: Path) -> Path:
     for base in ("chunks.db", "chunks.db-wal", "chunks.db-shm"):
         (state / "store" / base).unlink(missing_ok=True)
     return state
-
-
-@pytest.fixture
-async def one(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(0) as client:
-        yield client
-
-
-@pytest.fixture
-async def other(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(1) as client:
-        yield client
 
 
 async def on(client: AsyncClient, cluster: Cluster, edge: int, **options: Any) -> AsyncSandbox:

@@ -12,7 +12,7 @@ import secrets
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,6 @@ def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
 
     with apart() as spaces, running(directory, states, spaces=spaces, prepare=prepare) as made:
         yield made
-
-
-@pytest.fixture
-async def one(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(0) as client:
-        yield client
-
-
-@pytest.fixture
-async def other(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with cluster.client(1) as client:
-        yield client
 
 
 async def answer(url: str, key: str) -> str:
