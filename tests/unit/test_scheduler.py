@@ -10,7 +10,7 @@ from dsec.plan.iam import Iam
 from dsec.plan.placement import Ask, Placer
 from dsec.plan.quota import Holder
 from dsec.plan.scheduler import MAX_PAUSES, Part, Scheduler, Wanted
-from dsec.plan.watch import Watch
+from dsec.plan.watch import Health, Watch
 from dsec.spec.cluster import NodeFacts, NodeReport
 
 
@@ -45,3 +45,49 @@ def test_a_part_that_is_bound_to_its_node_asks_for_more_once_a_second() -> None:
     assert [order.part for order in made.pump(101.0).orders] == [Part(0, 5, 1, 1)]
     made.answered(ticket, Part(0, 5, 1, 1), 5)
     assert not made.knows(ticket)
+
+
+def test_what_only_a_flapping_node_has_is_placed_there() -> None:
+    """It waited for a calm one, and ended as `admission_timeout`."""
+    made = Scheduler(
+        placer=Placer("a", random.Random(1)), watch=Watch(), holder=Holder("a", lambda _: [], expiry_s=20.0), iam=Iam()
+    )
+    claims = {edge: Claim(edge=edge, incarnation=1, instance="i") for edge in (1, 2)}
+
+    def join(edge: int, now: float) -> None:
+        facts = NodeFacts(edge=edge, labels={"n": str(edge)}, max_live=1000, memory_capacity_bytes=1 << 40)
+        made.join(facts, claims[edge], now)
+
+    def second(now: float, *heard: int) -> None:
+        made.watch.connected(now, True)
+        for edge in heard:
+            made.hear(NodeReport(edge=edge, instance="i", incarnation=claims[edge].incarnation), now)
+        made.tick(now)
+
+    def places(now: float, **labels: str) -> list[int]:
+        ask = Ask(memory_bytes=1 << 20, labels=frozenset(labels.items()))
+        made.submit(Wanted(project="lab", ask=ask, count=100, deadline=now + 60.0))
+        return answer(now)
+
+    def answer(now: float) -> list[int]:
+        orders = made.pump(now).orders
+        for order in orders:
+            made.answered(order.ticket, order.part, order.part.count)
+        return sorted(order.part.edge for order in orders)
+
+    join(1, 0.0)
+    join(2, 0.0)
+    now = 0.0
+    while now < 15:
+        now += 1
+        second(now, 2, *([1] if now % 5 == 0 else []))
+    assert made.watch.health(1) is Health.FLAPPING
+    assert places(now) == [2]
+    assert places(now, n="1") == [1]
+    claims[1] = Claim(edge=1, incarnation=2, instance="i")
+    join(1, now)
+    assert made.watch.health(1) is Health.FLAPPING
+    assert places(now, n="1") == [], "not before its first report"
+    second(now + 1, 1, 2)
+    assert answer(now + 1) == [1]
+    assert places(now + 1) == [2]

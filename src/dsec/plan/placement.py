@@ -3,7 +3,9 @@
 Pure: no clock, no I/O, randomness is injected. A `Placer` is one apiserver's view: the watcher's last report of each
 node with the placer's own later placements laid over it. The rules, in order:
 
-1. Filter: placeable (the watcher says), not cordoned, has the backend, features and labels, has room.
+1. Filter: placeable (the watcher says), not cordoned, has the backend, features and labels, has room. Those that come
+   and go (*unsteady*) count only where no steady one has what is asked for, full or not: a creation that names what
+   one such node alone has goes there.
 2. Power of k choices: of `k` nodes at random the one with the least load. Where nodes hold the environment's layers, a
    few of those are looked at too, and taken as long as they aren't fuller by more than `locality_slack`.
 3. A run is spread: a node that has much more than its share of it counts as fuller.
@@ -96,6 +98,7 @@ class _Node:
         "sent",
         "sent_bytes",
         "starts",
+        "unsteady",
         "window",
     )
 
@@ -106,6 +109,7 @@ class _Node:
         self.burst = facts.labels.get("burst") == "true"
         self.cordoned = False
         self.placeable = False
+        self.unsteady = False
         self.overlaid = False
         """Something was placed there since its last report."""
         self.max_live = max(1, facts.max_live)
@@ -151,13 +155,13 @@ class Placer:
             self._count_runs(node, {})
             self._kinds.clear()
 
-    def observe(self, report: NodeReport, *, placeable: bool = True) -> None:
-        """A report of a node that has joined; `placeable`: what the watcher makes of it."""
+    def observe(self, report: NodeReport, *, placeable: bool = True, unsteady: bool = False) -> None:
+        """A report of a node that has joined; `placeable`, `unsteady`: what the watcher makes of it."""
         node = self._nodes.get(report.edge)
         if node is None:
             return
-        if node.placeable != placeable:
-            node.placeable = placeable
+        if (node.placeable, node.unsteady) != (placeable, unsteady):
+            node.placeable, node.unsteady = placeable, unsteady
             self._kinds.clear()
         taken = report.taken.get(self.name, 0)
         before = node.report.taken.get(self.name, 0) if node.report is not None else 0
@@ -203,8 +207,8 @@ class Placer:
             self._weigh(node)
 
     def loads(self) -> dict[int, float]:
-        """How full each placeable node is, 0..1, as this placer reckons."""
-        return {node.edge: node.load for node in self._nodes.values() if node.placeable}
+        """How full each node is that gets something, 0..1, as this placer reckons."""
+        return {node.edge: node.load for node in _steady([n for n in self._nodes.values() if n.placeable])}
 
     def holders(self, environment: str) -> int:
         """How many nodes hold an environment's layers."""
@@ -295,8 +299,8 @@ class Placer:
         if found is None:
             suit = [n for n in self._nodes.values() if n.placeable and not n.cordoned and _suits(n, kind)]
             for node in self._nodes.values():
-                node.ok = node.placeable and not node.cordoned
-            found = ([n for n in suit if not n.burst], [n for n in suit if n.burst])
+                node.ok = node.placeable and not node.cordoned and not node.unsteady
+            found = (_steady([n for n in suit if not n.burst]), _steady([n for n in suit if n.burst]))
             if len(self._kinds) > 1000:  # callers choose labels: what they can fill is bounded
                 self._kinds.clear()
             self._kinds[kind] = found
@@ -354,6 +358,11 @@ class Placer:
             else:
                 del self._runs[run]
         node.in_runs = dict(runs)
+
+
+def _steady(nodes: list[_Node]) -> list[_Node]:
+    """Without those that come and go, where there are others."""
+    return [node for node in nodes if not node.unsteady] or nodes
 
 
 def _suits(node: _Node, kind: Kind) -> bool:

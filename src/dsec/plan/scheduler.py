@@ -26,7 +26,7 @@ from dsec.plan.fencing import Claim, over, serves
 from dsec.plan.iam import Iam
 from dsec.plan.placement import Ask, Kind, Placer, Share
 from dsec.plan.quota import Holder
-from dsec.plan.watch import Change, Watch
+from dsec.plan.watch import Change, Health, Watch
 from dsec.spec.cluster import NodeFacts, NodeReport
 
 QUANTUM = 64
@@ -155,7 +155,8 @@ class Scheduler:
             return
         heard = self.watch.hear(report, now)
         if heard is not None:
-            self.placer.observe(heard[0], placeable=heard[1])
+            flaps = self.watch.health(report.edge) is Health.FLAPPING
+            self.placer.observe(heard[0], placeable=heard[1], unsteady=flaps)
             self.holder.report(report.edge, report.instance, report.charged.get(self.holder.name, {}), now)
 
     def again(self, edge: int, now: float) -> bool:

@@ -8,8 +8,8 @@ node's clock matters. The rules:
   (`lost`), and only a new claim brings it back. No verdict while the watcher itself is cut off or stood still, or while
   more than `mass` of all nodes went silent together, which says more about the network between than about the nodes:
   those are fenced after `mass_lost_s`.
-- *flapping*: it went silent `flaps` times within `flap_s`. It is kept out until it was well for `calm_s`, while there
-  are others that are well.
+- *flapping*: it went silent `flaps` times within `flap_s`. Until it was well for `calm_s` it gets only what no calmer
+  node is there for; to join again makes it no calmer.
 - *slow*: its creations take `slow_ratio` times the cluster's median, at least `slow_ms`, `slow_reports` reports in a
   row. It gets nothing until it is better, but once in `probe_s` a little, to find out. So is one whose last `follies`
   answers were none that an edge gives.
@@ -99,6 +99,8 @@ class Watch:
         node = self._nodes[facts.edge] = _Watched(facts, now)
         if before is not None:
             node.flaps = before.flaps
+            if self._flaps(node, now):
+                node.health = Health.FLAPPING
 
     def connected(self, now: float, connected: bool) -> None:
         """Whether the watcher itself hears the cluster, said once a second or so: after a gap every node's silence
@@ -201,18 +203,20 @@ class Watch:
     def _judge(self, node: _Watched, now: float) -> Health:
         policy, report = self.policy, node.report
         assert report is not None
-        recent = sum(1 for at in node.flaps if now - at < policy.flap_s)
-        if recent >= policy.flaps and now - node.well_since < policy.calm_s:
+        if self._flaps(node, now):
             return Health.FLAPPING
         limit = max(policy.slow_ms, policy.slow_ratio * self._median_ms)
         slow = report.create_ms > limit and self._median_ms > 0
         node.slow = node.slow + 1 if slow else 0
         return Health.SLOW if node.slow >= policy.slow_reports or node.follies >= policy.follies else Health.WELL
 
+    def _flaps(self, node: _Watched, now: float) -> bool:
+        policy = self.policy
+        recent = sum(1 for at in node.flaps if now - at < policy.flap_s)
+        return recent >= policy.flaps and now - node.well_since < policy.calm_s
+
     def _placeable(self, node: _Watched, now: float) -> bool:
         if node.health is Health.SLOW and now - node.probed >= self.policy.probe_s:
             node.probed = now
             return True
-        if node.health is Health.FLAPPING:
-            return not any(other.health is Health.WELL for other in self._nodes.values())
-        return node.health is Health.WELL
+        return node.health in (Health.WELL, Health.FLAPPING)
