@@ -24,6 +24,8 @@ SCRIPTS = {
     "node": '#!/bin/sh\nif [ "$1" = --check ]; then grep -q broken "$2" || exit 0; echo SyntaxError >&2; exit 1; fi\n'
     'grep -q early "$1" && exit 127\necho fine\n',
 }
+MORE = dict.fromkeys(("jar", "gcc"), "#!/bin/sh\n")
+"""What two compilers need beside them."""
 
 
 def layer(scripts: dict[str, str]) -> BytesIO:
@@ -44,16 +46,16 @@ def client(debian_module_state: Path, debian_store: Path) -> Iterator[Client]:
     with serving(debian_module_state) as server:
         endpoint = server.endpoint()
         with Client(endpoint.url, endpoint.api_key) as client:
-            for name, scripts in (("tools", SCRIPTS), ("jar", {"jar": "#!/bin/sh\n"})):
+            for name, scripts in (("tools", SCRIPTS), ("more", MORE)):
                 archive = debian_module_state.parent / f"{name}.tar"
                 archive.write_bytes(layer(scripts).getvalue())
                 client.catalog.build(archive, f"{name}@1")
             client.catalog.create_environment("tools", ["tools@1", "env:debian"])
-            client.catalog.create_environment("jar", ["jar@1", "tools@1", "env:debian"])
+            client.catalog.create_environment("whole", ["more@1", "tools@1", "env:debian"])
             yield client
 
 
-@pytest.mark.parametrize(("language", "environment"), [("rust", "tools"), ("java", "jar")])
+@pytest.mark.parametrize(("language", "environment"), [("rust", "whole"), ("java", "whole")])
 def test_a_compiler_that_ends_with_127_refuses(client: Client, language: str, environment: str) -> None:
     for compiled in (True, False):
         judged = client.judge("x", CASES, language=language, environment=environment)
@@ -65,7 +67,11 @@ def test_a_compiler_that_ends_with_127_refuses(client: Client, language: str, en
 
 @pytest.mark.parametrize(
     ("language", "environment"),
-    [("go", "tools"), ("java", "tools"), ("java", "debian"), ("rust", "debian"), ("node", "debian")],
+    [
+        ("go", "tools"),
+        *((language, where) for language in ("java", "rust") for where in ("tools", "debian")),
+        ("node", "debian"),
+    ],
 )
 def test_what_is_not_there_is_told(client: Client, language: str, environment: str) -> None:
     """Also where a part of it is there only, or its own interpreter isn't."""

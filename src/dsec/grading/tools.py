@@ -44,20 +44,24 @@ class Tool(NamedTuple):
 
 
 _SHELL = "/bin/sh"
-_JAR = (
-    "command -v javac >/dev/null && command -v jar >/dev/null || exit 127; "
-    "javac -d /tmp/classes /tmp/Main.java && jar --create --file /tmp/program -C /tmp/classes . || exit 1"
-)
-"""127 means one thing only: see `Tool.lacking`."""
-_RUSTC = ("rustc", "-O", "--edition", "2021", "-C", "linker=gcc", "-o", "/tmp/program", "/tmp/main.rs")
+
+
+def _with(programs: tuple[str, ...], commands: str) -> tuple[str, ...]:
+    """What compiles where several programs are needed. 127 means one thing only: see `Tool.lacking`."""
+    there = " && ".join(f"command -v {program} >/dev/null" for program in programs)
+    return (_SHELL, "-c", f"{there} || exit {NOT_FOUND}; {commands} || exit 1")
+
+
+_JAR = "javac -d /tmp/classes /tmp/Main.java && jar --create --file /tmp/program -C /tmp/classes ."
+_RUSTC = "rustc -O --edition 2021 -C linker=gcc -o /tmp/program /tmp/main.rs"
 _NATIVE = ("/tmp/program",)
 TOOLS = {
     Language.PYTHON: Tool("main.py", (), ("python3", "/tmp/main.py"), "python3"),
     Language.BASH: Tool("main.sh", (), ("bash", "/tmp/main.sh"), "bash"),
     Language.C: Tool("main.c", ("gcc", "-O2", "-o", "/tmp/program", "/tmp/main.c", "-lm"), _NATIVE, "gcc"),
     Language.CPP: Tool("main.cpp", ("g++", "-O2", "-o", "/tmp/program", "/tmp/main.cpp"), _NATIVE, "g++"),
-    Language.RUST: Tool("main.rs", _RUSTC, _NATIVE, "rustc"),
+    Language.RUST: Tool("main.rs", _with(("rustc", "gcc"), _RUSTC), _NATIVE, "rustc, with gcc as its linker"),
     Language.GO: Tool("main.go", ("go", "build", "-o", "/tmp/program", "/tmp/main.go"), _NATIVE, "go"),
     Language.NODE: Tool("main.js", (), ("node", "/tmp/main.js"), "node", ("node", "--check", "/tmp/main.js")),
-    Language.JAVA: Tool("Main.java", (_SHELL, "-c", _JAR), ("java", "-cp", "/tmp/program", "Main"), "javac"),
+    Language.JAVA: Tool("Main.java", _with(("javac", "jar"), _JAR), ("java", "-cp", "/tmp/program", "Main"), "javac"),
 }
