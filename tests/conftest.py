@@ -205,7 +205,8 @@ if sys.platform == "linux":
 
     def pytest_sessionstart(session: pytest.Session) -> None:
         """The host as it is before the first test; not in a worker, for others have begun then."""
-        if not hasattr(session.config, "workerinput") and os.environ.get("DSEC_TEST_SHARED_HOST") != "1":
+        looks = not (session.config.option.collectonly or os.environ.get("DSEC_TEST_SHARED_HOST") == "1")
+        if looks and not hasattr(session.config, "workerinput"):
             session.config.stash[_BEFORE] = census.take(), _settings(), _addresses()
 
     @pytest.hookimpl(trylast=True)
