@@ -15,6 +15,8 @@ from msgspec import Struct
 from dsec import Client
 from dsec.errors import DsecError
 
+MAKE_S = 30.0
+
 
 class Blow(Struct, frozen=True):
     """One death."""
@@ -107,7 +109,8 @@ class Monkey:
 
     def _makes(self, api: Process) -> bool:
         with contextlib.suppress(DsecError), Client(api.url, self._cluster.key, retry_s=1.0) as client:
-            client.create("debian", memory_bytes=64 << 20, disk_bytes=64 << 20).kill()
+            made = client.create("debian", memory_bytes=64 << 20, disk_bytes=64 << 20, request_timeout_s=MAKE_S)
+            made.kill(request_timeout_s=MAKE_S)
             return True
         return False
 

@@ -9,14 +9,14 @@ error than the one promised, an answer that never comes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import io
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from msgspec import Struct
@@ -27,6 +27,7 @@ from dsec.testing import conformance as suite
 from dsec.testing.conformance.kit import Feature, Sandboxes
 from dsec.testing.remote import RemoteBackend
 
+T = TypeVar("T")
 CLASSES = (
     suite.TestCommands,
     suite.TestProcesses,
@@ -37,29 +38,27 @@ CLASSES = (
 )
 SHORT = frozenset(
     {
-        "test_success_and_failure",
-        "test_output_of_any_size",
-        "test_stdin_of_any_size",
-        "test_a_timeout_keeps_what_there_was",
-        "test_signals_from_outside",
-        "test_background_processes_live_on",
-        "test_writing_replaces_appends_or_refuses",
-        "test_a_key_finds_a_running_command_and_its_result",
-        "test_a_key_never_runs_twice",
-        "test_many_readers_each_from_where_it_likes",
-        "test_an_environment_that_is_not_there",
-        "test_destroy_ends_what_runs",
-        "test_a_new_edge_finds_them_with_their_files_and_commands",
-        "test_a_result_waits_through_two_edges",
-        "test_what_is_not_on_record_is_removed",
-        "test_counters",
+        "TestCommands.test_a_timeout_keeps_what_there_was",
+        "TestCommands.test_output_of_any_size[2]",
+        "TestCommands.test_signals_from_outside",
+        "TestCommands.test_stdin_of_any_size[3]",
+        "TestProcesses.test_background_processes_live_on",
+        "TestFiles.test_writing_replaces_appends_or_refuses",
+        "TestOperations.test_a_key_finds_a_running_command_and_its_result",
+        "TestOperations.test_a_key_never_runs_twice",
+        "TestOperations.test_many_readers_each_from_where_it_likes",
+        "TestLifecycle.test_destroy_ends_what_runs",
+        "TestAdoption.test_a_new_edge_finds_them_with_their_files_and_commands",
+        "TestAdoption.test_what_is_not_on_record_is_removed",
     }
 )
 """What the short form takes."""
-CLEANUP_S = 120.0
-CASE_S = 90.0
-"""A case that waits longer counts as lost, which is only allowed while something was dead: a node that was cut off and
-then killed never says that a connection is gone, and an apiserver has no bound on its silence."""
+CLEANUP_S = 100.0
+STEP_S = 150.0
+"""Each step of a case ends by itself within this: what bounds a client's call (the silence of a server, retries, the
+deadline of a creation) is shorter. What takes longer hangs; it is told with its stacks, and is wrong."""
+LET_GO_S = 10.0
+"""What is told to end, ends within this, or is left alone."""
 
 
 class Verdict(Enum):
@@ -91,14 +90,15 @@ class Outcome(Struct, frozen=True):
 
 
 def cases(only: frozenset[str] | None = None) -> list[Case]:
-    """All, or those of these names."""
-    return [
-        case
+    """All, or those of these names. Raises KeyError for one that isn't there."""
+    found = {
+        case.name: case
         for owner in CLASSES
         for method in sorted(vars(owner))
-        if method.startswith("test_") and (only is None or method in only)
+        if method.startswith("test_")
         for case in _parametrized(owner, method)
-    ]
+    }
+    return list(found.values()) if only is None else [found[name] for name in sorted(only)]
 
 
 def _parametrized(owner: type, method: str) -> Iterator[Case]:
@@ -136,6 +136,37 @@ class ThroughApis:
         raise AssertionError("nothing of a server's is in reach here")
 
 
+class Hung(Exception):
+    """A step that doesn't end; its text has the stacks of all that waits."""
+
+
+async def bounded(work: Coroutine[Any, Any, T], what: str) -> T:
+    """A step to its end. Raises `Hung`, and leaves what can't be cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=STEP_S)
+        if task.done():
+            return task.result()
+        told = stacks()
+    finally:
+        task.cancel()
+    await asyncio.wait([task], timeout=LET_GO_S)
+    raise Hung(f"{what} has no end after {STEP_S:.0f} s{'' if task.done() else ', and cannot be cancelled'}:\n{told}")
+
+
+def stacks() -> str:
+    """Where each task of this loop waits."""
+    text = io.StringIO()
+    for task in asyncio.all_tasks():
+        task.print_stack(file=text)
+        chain, waits = [], task.get_coro()
+        while waits is not None:
+            chain.append(repr(waits))
+            waits = getattr(waits, "cr_await", None) or getattr(waits, "ag_await", None)
+        text.write("  waits for " + "\n    ".join(chain) + "\n")
+    return text.getvalue()
+
+
 async def run(case: Case, factory: ThroughApis) -> Outcome:
     """A case, once."""
     began = time.time()
@@ -144,31 +175,38 @@ async def run(case: Case, factory: ThroughApis) -> Outcome:
 
 
 async def _run(case: Case, factory: ThroughApis) -> tuple[Verdict, str]:
-    found, bound = Sandboxes(factory), asyncio.timeout(CASE_S)
+    found = Sandboxes(factory)
     try:
-        await found.backend.open({})
-        values = {"sandboxes": found, "factory": factory, "backend": found.backend, **case.arguments}
+        try:
+            return await _judged(case, found)
+        finally:
+            await bounded(_clean_up(found), "its cleaning up")
+    except Hung as hung:
+        return Verdict.WRONG, str(hung)
+
+
+async def _judged(case: Case, found: Sandboxes) -> tuple[Verdict, str]:
+    try:
+        await bounded(found.backend.open({}), "opening")
+        values = {"sandboxes": found, "factory": found.factory, "backend": found.backend, **case.arguments}
         method = getattr(case.owner(), case.method)
         arguments = {name: values[name] for name in inspect.signature(method).parameters}
         result = method(**arguments)
-        if inspect.isawaitable(result):
-            async with bound:
-                await result
+        if inspect.iscoroutine(result):
+            await bounded(result, "the case itself")
     except pytest.skip.Exception as reason:
         return Verdict.SKIPPED, str(reason)
+    except Hung:
+        raise
     except Exception as error:  # noqa: BLE001 (it is judged)
         if is_infra(error):
             return Verdict.LOST, _brief(error)
-        if bound.expired():
-            return Verdict.LOST, f"no end within {CASE_S:.0f} s"
-        lost = await _lost(found)
+        lost = await bounded(_lost(found), "looking for what was lost")
         if lost:
             return Verdict.LOST, lost
         return Verdict.WRONG, "".join(traceback.format_exception(error))
     else:
         return Verdict.PASSED, ""
-    finally:
-        await _clean_up(found)
 
 
 def is_infra(error: BaseException) -> bool:
@@ -224,32 +262,40 @@ def _brief(error: BaseException) -> str:
 class Runner:
     """Runs cases, one after the other, until each has passed and nobody wants more."""
 
-    def __init__(self, factory: ThroughApis, chosen: list[Case], wanted: Callable[[], bool]) -> None:
-        """`wanted`: whether to go on once each has passed."""
+    def __init__(self, factory: ThroughApis, chosen: list[Case], *, wanted: Callable[[], bool], until: float) -> None:
+        """`wanted`: whether to go on once each has passed. `until`: when it gives up (monotonic)."""
         self.outcomes: list[Outcome] = []
         self.failed: BaseException | None = None
+        self.at = ""
+        """What it does."""
         self._factory = factory
         self._chosen = chosen
         self._wanted = wanted
+        self._until = until
 
     def __call__(self) -> None:
         """In a thread of its own: the suite's calls may block it."""
-        with contextlib.suppress(BaseException):
-            try:
-                asyncio.run(self._all())
-            except BaseException as error:
-                self.failed = error
-                raise
+        try:
+            asyncio.run(self._all())
+        except BaseException as error:  # noqa: BLE001 (the test says it)
+            self.failed = error
 
     async def _all(self) -> None:
         left = list(self._chosen)
         while left or self._wanted():
             again = []
             for case in left or self._chosen:
+                assert time.monotonic() < self._until, f"{case.name} has not passed:\n{self._told(case)}"
+                self.at = f"{case.name}, since {time.strftime('%H:%M:%S')}"
                 outcome = await run(case, self._factory)
                 self.outcomes.append(outcome)
+                if outcome.verdict is Verdict.WRONG:
+                    return
                 if outcome.verdict is Verdict.LOST and left:
                     again.append(case)
                 if not left and not self._wanted():
                     return
             left = again
+
+    def _told(self, case: Case) -> str:
+        return "\n".join(f"{each.verdict.value}: {each.why}" for each in self.outcomes if each.case == case.name)
