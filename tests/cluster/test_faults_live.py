@@ -22,10 +22,11 @@ import nats
 import pytest
 from cluster_kit import PATIENCE_S, Cluster, Process, apart, eventually, running, until
 
-from dsec import AsyncClient, AsyncSandbox
+from dsec import AsyncClient, AsyncPortStream, AsyncSandbox
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.wire import Heartbeat, Join, Joined
-from dsec.errors import DsecError, NotFound, SandboxNotFound, Unavailable
+from dsec.errors import DsecError, NotFound, PortClosed, SandboxNotFound, Unavailable
+from dsec.sockets import CLUSTER_SILENCE_S
 from dsec.spec.cluster import Charged, NodeFacts, NodeReport
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
@@ -154,6 +155,51 @@ async def test_a_node_that_is_cut_off_is_told_of(cluster: Cluster, one: AsyncCli
     healed(cluster)
     assert (await work).stdout == "through\n"
     await one.kill_many([info.id for info in await one.list()])
+
+
+async def test_a_node_that_vanishes_without_a_word(cluster: Cluster, one: AsyncClient) -> None:
+    """What is under way ends, as the platform's fault: nobody says that the connections are gone."""
+    spaces, space = cluster.spaces, cluster.edges[1].space
+    assert spaces is not None
+    assert space is not None
+    async with AsyncClient(cluster.apis[0].url, cluster.key, retry_s=0.5) as hasty:
+        box = await hasty.create("debian", **at(2))
+        serves = "$s=IO::Socket::INET->new(Listen=>1,LocalAddr=>'127.0.0.1',LocalPort=>8000);$c=$s->accept;sleep"
+        await box.commands.start(["perl", "-MIO::Socket::INET", "-e", serves])
+
+        async def connected() -> AsyncPortStream:
+            while True:
+                with contextlib.suppress(PortClosed):
+                    return await box.ports.connect(8000)
+                await asyncio.sleep(0.1)
+
+        async with asyncio.timeout(PATIENCE_S):
+            port = await connected()
+        watch = await box.files.watch("/")
+        work = {
+            "a command": asyncio.create_task(box.commands.run(["sleep", "600"])),
+            "a watch": asyncio.create_task(anext(aiter(watch))),
+            "a port": asyncio.create_task(port.read()),
+        }
+        await asyncio.sleep(0.5)
+        spaces.cut(space)
+        began = time.monotonic()
+        try:
+            await asyncio.wait(work.values(), timeout=CLUSTER_SILENCE_S + BUSY_S)
+            assert {name for name, task in work.items() if not task.done()} == set()
+            assert time.monotonic() - began > CLUSTER_SILENCE_S / 2, "a short silence is none"
+            for name, task in work.items():
+                error = task.exception()
+                assert isinstance(error, DsecError), (name, task)
+                assert error.infra, (name, error)
+        finally:
+            spaces.cut(space, whole=True)
+            for task in work.values():
+                task.cancel()
+        await watch.close()
+        await port.close()
+    healed(cluster)
+    await one.kill(box.id)
 
 
 def faked(process: Process, offset_s: int, clock: Path) -> None:

@@ -27,6 +27,7 @@ from dsec.api.ports.raw import RAW, RawConnection
 from dsec.api.quick import Held, ShortWay
 from dsec.errors import ErrorBody, Unavailable
 from dsec.kernel import heap
+from dsec.sockets import keep_alive
 
 WS_MESSAGE_BYTES = 4 << 20
 BACKLOG = 4096
@@ -315,6 +316,7 @@ class ApiServer:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep_alive(sock)  # what it accepts has it too
         try:
             sock.bind((self._host, self._port))
         except OSError as error:

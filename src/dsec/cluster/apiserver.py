@@ -105,7 +105,7 @@ class ClusterApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await bridge(scope, receive, send, self._socket_target)
+            await bridge(scope, receive, send, self._upstream, self._socket_target)
             return
         if scope["type"] != "http":
             raise RuntimeError(scope["type"])
@@ -204,7 +204,7 @@ class ClusterApi:
             principal = await self._admission.admit_to(shown.decode("latin-1"), Verb.USE, sandbox_id)
         member = await self._moves.find(sandbox_id)
         if RAW in x.scope:
-            await tunnel(x, member, self._upstream.port_headers(x, member, principal))
+            await tunnel(x, self._upstream, member, self._upstream.port_headers(x, member, principal))
             return
         edge = member.claim.edge
         await self._upstream.forward(

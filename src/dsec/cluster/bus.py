@@ -19,6 +19,7 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -40,6 +41,7 @@ from nats.js.kv import KeyValue
 
 from dsec.cluster.credentials import Credentials
 from dsec.errors import Unavailable
+from dsec.sockets import CLUSTER_SILENCE_S, keep_alive
 
 T = TypeVar("T")
 ASK_S = 5.0
@@ -49,6 +51,8 @@ MOVE_S = 10.0
 """Between two looks for a better server."""
 PENDING_BYTES = 8 << 20
 READ_S = 15.0
+LOOK_S = 2.0
+"""Who follows a bucket and hears nothing for so long looks whether there is anything to be heard."""
 PULSE = "pulse"
 """The key of a record that is written over and over, so that who follows knows how far it has come; nobody else hears
 of it."""
@@ -282,9 +286,10 @@ class Bucket(Generic[T]):
         `changed` for what changes. Ends when it is cancelled; after a gap all that is there comes again."""
         while True:
             try:
+                there = await self._last()
                 watcher = await self._store.watchall()
                 try:
-                    await self._follow(watcher, changed, caught_up)
+                    await self._follow(watcher, there, changed, caught_up)
                 finally:
                     with contextlib.suppress(NatsError, TimeoutError):
                         await watcher.stop()  # type: ignore[no-untyped-call]
@@ -293,17 +298,34 @@ class Bucket(Generic[T]):
             await asyncio.sleep(0.5)
 
     async def _follow(
-        self, watcher: Any, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]
+        self, watcher: Any, there: int, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]
     ) -> None:
+        """Raises TimeoutError where what is written comes here no more: the server that kept our place in the bucket is
+        gone, which the client of NATS alone notices after some 20 seconds."""
+        late = False
         while True:
-            entry = await watcher.updates(timeout=3600.0)
+            try:
+                entry = await watcher.updates(timeout=LOOK_S)
+            except NatsTimeoutError:
+                before = late
+                with contextlib.suppress(NatsError, TimeoutError):
+                    late = await self._last() > max(self.heard, there)
+                if before and late:
+                    raise TimeoutError("what was written a while ago hasn't come") from None
+                continue
+            late = False
             if entry is None:
+                self.heard = max(self.heard, there)  # what of it is gone again is never told
                 caught_up()
                 continue
             if entry.key != PULSE:
                 gone = entry.operation in ("DEL", "PURGE")
                 changed(entry.key, None if gone else self._decode(entry.value), int(entry.revision))
             self.heard = max(self.heard, int(entry.revision))
+
+    async def _last(self) -> int:
+        """The last revision that the servers have."""
+        return int((await self._store.status()).stream_info.state.last_seq)
 
 
 async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
@@ -317,6 +339,7 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
 
     async def on_reconnect() -> None:
         log.info("bus: connected again")
+        _keep_alive(client)
         for bus in made:
             bus.reconnected()
 
@@ -343,9 +366,18 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
             f"no server of the cluster can be reached at {', '.join(urls)}: {error or type(error).__name__}",
             remedy="Look whether nats-server runs, and whether its configuration has these credentials.",
         ) from error
+    _keep_alive(client)
     bus = Bus(client, urls)
     made.append(bus)
     return bus
+
+
+def _keep_alive(client: Client) -> None:
+    """Where a server vanished the client waits until what is on its way there is taken, before it goes to another one:
+    as long as the kernel tries."""
+    writer = getattr(client._transport, "_io_writer", None)  # of TCP, and of TLS over it
+    if writer is not None:
+        keep_alive(writer.get_extra_info("socket"), CLUSTER_SILENCE_S)
 
 
 async def _patiently(name: str, make: Callable[[], Awaitable[T]], for_s: float = PATIENCE_S) -> T:

@@ -6,7 +6,8 @@ Owns the I/O around `plan/scheduler.py` and single creations; `batches.py` does 
   key, to any apiserver, is led to the same edges, whose own records then say which sandbox it is. Another node gets it
   only when the first has refused it or is lost, and after the record says so by compare-and-set.
 - An order without an answer is repeated to the same edge, under the same key, until there is one or the edge is lost.
-- A creation goes on without its caller.
+- A creation goes on without its caller, who hears of its fate, or that it isn't known, `LATE_S` after the deadline at
+  the latest.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from dsec.plan.scheduler import Failure, Order, Scheduler, Wanted
 from dsec.spec.sandbox import SandboxSpec
 
 DEADLINE_S = 60.0
+LATE_S = 15.0
+"""So long after its deadline a caller hears that a node hasn't answered."""
 RETRY_S = 0.3
 _encode = msgspec.json.Encoder().encode
 
@@ -129,14 +132,21 @@ class Creations:
         digest, named = digest_of(body), spec.name is not None
         await self.quotas.pace(principal.project, 1, deadline)
         job = self.records.unwritten(principal, name, digest)
-        while True:
-            try:
-                return await self._attempt(job, spec, form or Form("", body), key, deadline)
-            except Taken:
-                await asyncio.sleep(RETRY_S)
-            except Known:
-                pass
-            job = await self.records.own(principal, name, digest, named=named)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + LATE_S):
+                while True:
+                    try:
+                        return await self._attempt(job, spec, form or Form("", body), key, deadline)
+                    except Taken:
+                        await asyncio.sleep(RETRY_S)
+                    except Known:
+                        pass
+                    job = await self.records.own(principal, name, digest, named=named)
+        except TimeoutError:
+            raise Unavailable(
+                "the node that was asked for it has not answered",
+                remedy="Ask again with the same key: it may be there.",
+            ) from None
 
     async def _attempt(self, job: Job, spec: SandboxSpec, form: Form, key: str, deadline: float) -> Answered:
         done: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()

@@ -231,7 +231,7 @@ async def keep_member(member: Membership, failed: Callable[[BaseException], Awai
     """Run it until it is cancelled; `failed` is told why it can't go on."""
     try:
         await member.run()
-    except DsecError as error:
+    except Exception as error:  # noqa: BLE001 (a node that serves and says nothing is worse than one that ends)
         await failed(error)
 
 

@@ -42,6 +42,8 @@ class Nodes:
         """Called when there may be room that there wasn't."""
         self.arrived: Callable[[Member], None] = lambda member: None
         """Called when an edge serves under a new claim."""
+        self.lost: Callable[[int], None] = lambda edge: None
+        """Called when an edge's incarnation is lost, or its record is gone."""
         self.ready = asyncio.Event()
         """All records are known."""
         self._bus = bus
@@ -196,6 +198,7 @@ class Nodes:
             if known is not None:
                 self.scheduler.lost(known.claim.edge)
                 self.scheduler.watch.forget(known.claim.edge)
+                self.lost(known.claim.edge)
             return
         edge = member.claim.edge
         known = self._known.get(edge)
@@ -206,6 +209,7 @@ class Nodes:
         if member.claim.lost and (known is None or not known.claim.lost):
             log.warning("edge %d is lost", edge)
             self.scheduler.lost(edge)
+            self.lost(edge)
         self.scheduler.placer.cordon(edge, member.cordoned)
         self.changed()
 

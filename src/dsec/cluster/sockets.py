@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from dsec.api.exchange import Receive, Scope, Send
-from dsec.cluster.upstream import trust_of
+from dsec.cluster.upstream import Upstream, node_socket, trust_of
 from dsec.cluster.wire import Member
 from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
 
@@ -20,18 +20,24 @@ _line = msgspec.json.Encoder().encode
 
 
 async def bridge(
-    scope: Scope, receive: Receive, send: Send, target: Callable[[Scope], Awaitable[tuple[Member, str, dict[str, str]]]]
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    upstream: Upstream,
+    target: Callable[[Scope], Awaitable[tuple[Member, str, dict[str, str]]]],
 ) -> None:
     """Connect to the URL of `target` (which raises what refuses the caller), and pass messages."""
     await receive()  # "connect"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
-    async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+    connector = aiohttp.TCPConnector(socket_factory=node_socket)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
         try:
             member, url, headers = await target(scope)
             try:
-                upstream = await session.ws_connect(
-                    url, headers=headers, max_msg_size=0, autoping=True, ssl=trust_of(member)
-                )
+                async with upstream.while_there(member):
+                    edge = await session.ws_connect(
+                        url, headers=headers, max_msg_size=0, autoping=True, ssl=trust_of(member)
+                    )
             except aiohttp.WSServerHandshakeError as error:
                 raise _refusal(error) from error
             except (aiohttp.ClientError, OSError) as error:
@@ -40,37 +46,50 @@ async def bridge(
             await refuse(send, error)
             return
         await send({"type": "websocket.accept"})
-        await _pass(upstream, receive, send)
+        try:
+            async with upstream.while_there(member):
+                await _pass(edge, receive, send)
+        except TimeoutError:  # its node is lost
+            await _cut(send)
 
 
-async def _pass(upstream: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
+async def _pass(edge: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
     async def out() -> None:
         while (message := await receive())["type"] == "websocket.receive":
             data = message.get("bytes")
             if data is not None:
-                await upstream.send_bytes(data)
+                await edge.send_bytes(data)
             else:
-                await upstream.send_str(message.get("text") or "")
+                await edge.send_str(message.get("text") or "")
 
     async def back() -> None:
-        async for message in upstream:
+        while True:
+            message = await edge.receive()
             if message.type is aiohttp.WSMsgType.BINARY:
                 await send({"type": "websocket.send", "bytes": message.data})
             elif message.type is aiohttp.WSMsgType.TEXT:
                 await send({"type": "websocket.send", "text": message.data})
+            elif message.type is aiohttp.WSMsgType.CLOSE:
+                await send({"type": "websocket.close", "code": message.data, "reason": message.extra or ""})
+                return
+            else:
+                await _cut(send)
+                return
 
     tasks = [asyncio.create_task(out()), asyncio.create_task(back())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():  # the edge has ended it
-            code = upstream.close_code or _CUT
-            with suppress(OSError):
-                await send({"type": "websocket.close", "code": _CUT if code == 1006 else code, "reason": ""})
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await upstream.close()
+        await edge.close()
+
+
+async def _cut(send: Send) -> None:
+    """The connection to the edge broke."""
+    with suppress(OSError):
+        await send({"type": "websocket.close", "code": _CUT, "reason": Unavailable.code})
 
 
 def _refusal(error: aiohttp.WSServerHandshakeError) -> DsecError:

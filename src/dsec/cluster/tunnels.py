@@ -17,14 +17,16 @@ from multidict import CIMultiDict
 
 from dsec.api.exchange import Exchange
 from dsec.api.ports.raw import RAW, RawConnection
+from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import Member
 from dsec.errors import Unavailable
+from dsec.sockets import CLUSTER_SILENCE_S, keep_alive
 
 CONNECT_S = 3.0
 _STEP = 64 << 10
 
 
-async def tunnel(x: Exchange, member: Member, headers: CIMultiDict[str]) -> None:
+async def tunnel(x: Exchange, upstream: Upstream, member: Member, headers: CIMultiDict[str]) -> None:
     """Ask the edge for the WebSocket that a request asks for, and pass what follows. Raises `Unavailable` where it
     can't be reached."""
     raw: RawConnection = x.scope[RAW]
@@ -34,9 +36,12 @@ async def tunnel(x: Exchange, member: Member, headers: CIMultiDict[str]) -> None
     except (OSError, TimeoutError) as error:
         raise Unavailable(f"edge {member.claim.edge} can't be reached now: {error}", remedy="Try again.") from error
     try:
+        keep_alive(writer.get_extra_info("socket"), CLUSTER_SILENCE_S)
         writer.write(_head(x, headers))
         raw.take()
-        await _first(_out(raw, writer), _back(raw, reader))
+        with suppress(TimeoutError):  # its node is lost
+            async with upstream.while_there(member):
+                await _first(_out(raw, writer), _back(raw, reader))
         raw.close()
     finally:
         writer.close()

@@ -3,14 +3,18 @@
 Invariants: what can't have reached the edge is answered as `unavailable`, which callers repeat; what may have reached
 it and has no answer is cut, as if this connection were the edge's own, so that the caller decides by its idempotency
 key; an answer that breaks is cut, never ended as if it were whole; when the caller goes, the edge's connection goes.
+No exchange outlives its node: one that vanished is noticed by the kernel (`sockets.py`), and when a node is declared
+lost whatever is under way there ends, though its machine may go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -21,6 +25,7 @@ from dsec.cluster.nodes import Nodes
 from dsec.cluster.wire import ORDER_S, Member, sign
 from dsec.edge.client import Principal
 from dsec.errors import DsecError, SandboxLost, Unavailable
+from dsec.sockets import CLUSTER_SILENCE_S, watched
 
 CONNECT_S = 3.0
 PORT_KEY = "x-dsec-token"
@@ -46,16 +51,19 @@ class Upstream:
         self._holder = holder
         self._session: aiohttp.ClientSession | None = None
         self._warming: set[asyncio.Task[None]] = set()
+        self._under_way: dict[int, set[asyncio.Timeout]] = {}
+        """By edge: what ends with it."""
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=node_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._nodes.arrived = self._arrived
+        self._nodes.lost = self._lost
 
     async def close(self) -> None:
         """Idempotent."""
@@ -77,6 +85,22 @@ class Upstream:
                 async with self.ask(member, "GET", "/healthz", headers=CIMultiDict()) as response:
                     await response.read()
 
+    def _lost(self, edge: int) -> None:
+        for bound in self._under_way.get(edge, ()):
+            bound.reschedule(0)
+
+    @asynccontextmanager
+    async def while_there(self, member: Member) -> AsyncIterator[None]:
+        """For what goes on with an edge. Raises TimeoutError, also in the middle, when its node is lost."""
+        edge, bound = member.claim.edge, asyncio.timeout(None)
+        others = self._under_way.setdefault(edge, set())
+        others.add(bound)
+        try:
+            async with bound:
+                yield
+        finally:
+            others.discard(bound)
+
     def bearer(self, member: Member, principal: Principal) -> str:
         """This caller's, for that edge."""
         return sign(
@@ -97,29 +121,30 @@ class Upstream:
         headers: CIMultiDict[str],
         data: bytes | AsyncIterator[bytes] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One exchange. Raises `NotSent`, and aiohttp's errors for what may have arrived."""
+        """One exchange. Raises `NotSent`, and aiohttp's errors or OSError for what may have arrived."""
         assert self._session is not None
-        try:
-            response = await self._session.request(
-                method,
-                URL(member.url + target, encoded=True),
-                headers=headers,
-                data=data,
-                allow_redirects=False,
-                ssl=trust_of(member),
-            )
-        except (
-            aiohttp.ClientConnectorError,
-            aiohttp.ConnectionTimeoutError,
-            aiohttp.ServerFingerprintMismatch,
-        ) as error:
-            raise NotSent(str(error)) from error
-        try:
-            yield response
-        except BaseException:
-            response.close()
-            raise
-        response.release()
+        async with self.while_there(member):
+            try:
+                response = await self._session.request(
+                    method,
+                    URL(member.url + target, encoded=True),
+                    headers=headers,
+                    data=data,
+                    allow_redirects=False,
+                    ssl=trust_of(member),
+                )
+            except (
+                aiohttp.ClientConnectorError,
+                aiohttp.ConnectionTimeoutError,
+                aiohttp.ServerFingerprintMismatch,
+            ) as error:
+                raise NotSent(str(error)) from error
+            try:
+                yield response
+            except BaseException:
+                response.close()
+                raise
+            response.release()
 
     async def json(
         self, member: Member, method: str, target: str, principal: Principal, body: bytes | None = None
@@ -189,6 +214,9 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error.__cause__ or error.__context__, ClientGone):
                 raise ClientGone from error
+            told = self.unreachable(member, error)
+            if isinstance(told, SandboxLost) and not x.began:
+                raise told from error
             await x.cut()
 
     def port_headers(self, x: Exchange, member: Member, principal: Principal | None) -> CIMultiDict[str]:
@@ -212,6 +240,11 @@ class Upstream:
         if x.content_length is not None:
             headers["content-length"] = str(x.content_length)
         return headers
+
+
+def node_socket(address: tuple[Any, ...]) -> socket.socket:
+    """For a connection to a node."""
+    return watched(address, CLUSTER_SILENCE_S)
 
 
 def trust_of(member: Member) -> aiohttp.Fingerprint | bool:

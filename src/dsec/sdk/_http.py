@@ -12,13 +12,13 @@ behind which nothing came; what breaks raises `ConnectionError`; an answer that 
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from dsec.errors import InvalidRequest
+from dsec.sockets import keep_alive
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -383,12 +383,3 @@ def _number(digits: bytes, base: int) -> int:
     if not digits or not all(digit in b"0123456789abcdefABCDEF" for digit in digits) or len(digits) > 18:
         raise ValueError("a length that is no number")
     return int(digits, base)
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice a peer that vanished, within about a minute."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000)):
-        option = getattr(socket, name, None)  # not on every platform
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -14,7 +14,6 @@ import asyncio
 import os
 import random
 import re
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -45,7 +44,8 @@ from dsec.sdk._answers import (
     reason,
 )
 from dsec.sdk._config import Endpoint, find_endpoint, renewed_key
-from dsec.sdk._http import CONNECT_TIMEOUT_S, IDLE_S, Pool, keep_alive
+from dsec.sdk._http import CONNECT_TIMEOUT_S, IDLE_S, Pool
+from dsec.sockets import watched
 
 if TYPE_CHECKING:
     import aiohttp
@@ -340,7 +340,7 @@ class Transport:
         self._enter()
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"} if self.endpoint.api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=watched),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -448,12 +448,6 @@ def _quoted(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return quote(value if isinstance(value, bytes) else str(value), safe="/")
-
-
-def _socket(address: tuple[Any, ...]) -> socket.socket:
-    sock = socket.socket(address[0], address[1], address[2])
-    keep_alive(sock)
-    return sock
 
 
 _defaults: WeakKeyDictionary[asyncio.AbstractEventLoop, Transport] = WeakKeyDictionary()
