@@ -88,7 +88,7 @@ def test_the_import_is_light_and_needs_no_server() -> None:
         ).stdout.split()
     )
     ours = {name.split(".")[1] for name in modules if name.startswith("dsec.")}
-    assert ours <= {"spec", "errors", "ports", "wire", "sdk", "recipe"}
+    assert ours <= {"spec", "errors", "ports", "wire", "sdk", "recipe", "sockets"}
     heavy = {"aiohttp", "yarl", "uvicorn", "litestar", "uvloop", "click", "rich", "sqlite3"}
     assert not heavy & modules
 
