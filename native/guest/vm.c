@@ -20,10 +20,8 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/reboot.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -35,7 +33,6 @@
 #define WARM_BYTES (48u << 20)
 #define NEW_ROOT "/n"
 #define MOST_LAYERS 400
-#define GROUPS_DIR "/sys/fs/cgroup/dsec"
 
 static int urandom = -1, machine_id = -1; /* opened before the template is saved: what a clone does first it does at the speed of cold code */
 
@@ -45,7 +42,7 @@ _Noreturn void vm_halt(void) {
     for (;;) pause();
 }
 
-static void say_to(const char *path, const char *text) {
+void vm_say_to(const char *path, const char *text) {
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0) return;
     if (write(fd, text, strlen(text)) < 0) { /* a kernel that doesn't have it */
@@ -56,12 +53,12 @@ static void say_to(const char *path, const char *text) {
 _Noreturn void vm_give_up(const char *what, int error) {
     char line[256];
     snprintf(line, sizeof line, "<0>dsec: %s: %s\n", what, strerror(error));
-    say_to("/dev/kmsg", line);
+    vm_say_to("/dev/kmsg", line);
     if (guest.service) _exit(71);
     vm_halt();
 }
 
-static size_t read_text(const char *path, char *text, size_t capacity) {
+size_t vm_read_text(const char *path, char *text, size_t capacity) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return 0;
     ssize_t size = read(fd, text, capacity - 1);
@@ -105,7 +102,7 @@ bool vm_find_device(const char *class, const char *attribute, const char *value,
     bool found = false;
     for (struct dirent *entry; dir && !found && (entry = readdir(dir));) {
         snprintf(name, sizeof name, "%s/%.64s/%s", class, entry->d_name, attribute);
-        found = read_text(name, text, sizeof text) && strcmp(text, value) == 0;
+        found = vm_read_text(name, text, sizeof text) && strcmp(text, value) == 0;
         if (found) snprintf(path, capacity, "/dev/%.64s", entry->d_name);
     }
     if (dir) closedir(dir);
@@ -115,7 +112,7 @@ bool vm_find_device(const char *class, const char *attribute, const char *value,
 /* What the kernel's command line says of `name`, which ends with '='. */
 bool vm_command_line(const char *name, char *value, size_t capacity) {
     static char line[4096];
-    if (!line[0] && !read_text("/proc/cmdline", line, sizeof line)) return false;
+    if (!line[0] && !vm_read_text("/proc/cmdline", line, sizeof line)) return false;
     const char *at = strstr(line, name);
     if (!at) return false;
     at += strlen(name);
@@ -147,7 +144,7 @@ static void mount_layers(void) {
 
 static void make_groups(void) {
     must_mount("cgroup2", "/sys/fs/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
-    say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
+    vm_say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
     mkdir(GROUPS_DIR, 0755);
 }
 
@@ -309,17 +306,6 @@ static int become(const struct configuration *is, const char **what) {
     return 0;
 }
 
-static void set_limits(const struct configuration *is) {
-    static const struct rlimit files = {1024, 1 << 20}, none = {0, 0}, free_of = {RLIM_INFINITY, RLIM_INFINITY};
-    char number[24], *end = number + sizeof number - 1;
-    *end = 0;
-    if (is->pids) say_to(GROUPS_DIR "/pids.max", format_u64(end, is->pids));
-    setrlimit(RLIMIT_NOFILE, &files);
-    setrlimit(RLIMIT_CORE, &none);
-    setrlimit(RLIMIT_NPROC, &free_of);
-    if (is->flags & SF_NO_NEW_PRIVS) prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-}
-
 static void configure(const uint8_t *payload, size_t size) {
     static struct configuration is;
     const char *what = "CONFIGURE has a field that is missing or wrong";
@@ -327,7 +313,7 @@ static void configure(const uint8_t *payload, size_t size) {
     int error = parse(&is, payload, size);
     if (!error) error = become(&is, &what);
     if (error) refuse(what, -error);
-    set_limits(&is);
+    vm_limit(is.pids, is.flags & SF_NO_NEW_PRIVS);
     memset(&is, 0, sizeof is);
     put_ns(DSEC_CONFIGURED, now_ns() - begin);
 }
@@ -391,34 +377,6 @@ static void first_frames(void) {
     configure(payload, header.size);
 }
 
-void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {
-    static int events = -1, refused = -1, used = -1, pids = -1;
-    char text[512];
-    uint64_t values[6] = {0};
-    const struct {
-        int *fd;
-        const char *path, *word;
-    } files[] = {
-        {&events, GROUPS_DIR "/memory.events", "oom_kill "}, {&refused, GROUPS_DIR "/pids.events", "max "}, {&used, GROUPS_DIR "/memory.current", ""},
-        {&pids, GROUPS_DIR "/pids.current", ""},
-    };
-    for (size_t i = 0; i < 4; i++) {
-        if (*files[i].fd < 0) *files[i].fd = open(files[i].path, O_RDONLY | O_CLOEXEC);
-        ssize_t size = *files[i].fd < 0 ? -1 : pread(*files[i].fd, text, sizeof text - 1, 0);
-        text[size > 0 ? size : 0] = 0;
-        const char *at = text;
-        while (at && strncmp(at, files[i].word, strlen(files[i].word)) != 0) at = (at = strchr(at, '\n')) ? at + 1 : NULL;
-        if (at) values[i] = strtoull(at + strlen(files[i].word), NULL, 10);
-    }
-    values[5] = values[3];
-    struct statfs disk;
-    if (statfs("/", &disk) == 0) {
-        values[3] = (disk.f_blocks - disk.f_bfree) * (uint64_t)disk.f_bsize;
-        values[4] = values[3] + disk.f_bavail * (uint64_t)disk.f_bsize; /* the file system keeps some for itself */
-    }
-    for (size_t i = 0; i < 6; i++) put_u64(status + 8 * i, values[i]);
-}
-
 /* From the first frames to a guest as in a container: the port becomes its channel, its groups are where it expects them. */
 static void become_somebody(void) {
     port_begin();
@@ -442,7 +400,7 @@ static void boot(void) {
     make_groups();
     loopback_up();
     make_dev();
-    say_to("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
+    vm_say_to("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
     mount_root();
 }
 
@@ -476,7 +434,7 @@ void vm_serve(bool again) {
     guest.service = true;
     if (again) port_again();
     else port_open();
-    say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
+    vm_say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
     mkdir(GROUPS_DIR, 0755);
     machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);

@@ -1,4 +1,4 @@
-/* What the two halves of a machine's boot, vm.c and port.c, say to each other. */
+/* What the parts of a machine's guest, vm.c, port.c and vm_limits.c, say to each other. */
 #ifndef DSEC_VM_H
 #define DSEC_VM_H
 
@@ -6,9 +6,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define GROUPS_DIR "/sys/fs/cgroup/dsec" /* of all commands */
+
 _Noreturn void vm_give_up(const char *what, int error);
+void vm_say_to(const char *path, const char *text);
+size_t vm_read_text(const char *path, char *text, size_t capacity); /* without a line feed at its end; 0 where there is none */
 bool vm_command_line(const char *name, char *value, size_t capacity);
 bool vm_find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity);
+
+void vm_limit(uint64_t pids, bool no_new_privs); /* of what runs in the machine from now on */
 
 void port_open(void);  /* or begin to listen for it */
 bool port_stays(void); /* it is one for good */

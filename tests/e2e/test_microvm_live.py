@@ -98,8 +98,6 @@ async def test_two_clones_are_two(client: AsyncClient) -> None:
     assert await said(boxes[1], "ls /only-here 2>/dev/null || echo missing") == "missing"
 
 
-# Now and then the guest's kernel looks for minutes for pages to reclaim before it ends the program.
-@pytest.mark.timeout(1800)
 async def test_limits_are_the_kernels_inside(client: AsyncClient) -> None:
     box = await client.create(SMALL)
     hungry = await box.commands.run(["python3", "-c", "x = bytearray(1 << 30)"])
@@ -108,7 +106,8 @@ async def test_limits_are_the_kernels_inside(client: AsyncClient) -> None:
     assert hungry.cause is Cause.MEMORY_LIMIT or b"MemoryError" in hungry.stderr_bytes
     full = await box.commands.run(["sh", "-c", "head -c 700M /dev/zero > /big"])
     assert full.cause is Cause.DISK_LIMIT
-    assert await said(box, "rm /big; echo still here") == "still here"
+    # More than the machine's memory: what was read before makes room, and nobody ends.
+    assert await said(box, "cat /big > /dev/null && rm /big; echo still here") == "still here"
 
 
 async def test_a_server_that_dies_and_one_that_comes(server: Server, client: AsyncClient) -> None:
