@@ -6,6 +6,11 @@
  *
  * What nobody waits for is copied at a low priority and on half of the processors; when somebody begins to wait, the job is hastened.
  *
+ * PLANS. A layer whose store is near can be handed over whole: the copier then answers its reads itself, fetches ahead of them, and sets the bits of what
+ * is filled, so that no reader waits for the filler's turn. While it has a plan nobody else writes that layer's data or bits; when COPIER_WITHDRAW is
+ * answered nothing of it is on its way any more, and the filler may take data back. What can't be served (whatever the cause) is passed on by the
+ * holder to the filler, which tries and tells. What came stands in the plan's journal, in shared memory, for the filler to read when it wants to know.
+ *
  * SOCKET. SOCK_SEQPACKET at descriptor 0, native byte order (never leaves the host). To it a `copier_job`, `count` times `copier_chunk`, the path with
  * its NUL, and SCM_RIGHTS {target}; from it a `copier_done` for each packet, in any order.
  */
@@ -22,6 +27,9 @@ enum copier_kind {
     COPIER_PART = 1,   /* the digests are not looked at */
     COPIER_CHECK = 2,  /* nothing is copied: the one chunk, of any size, is what the source has at `offset` */
     COPIER_HASTEN = 3, /* the job `token` is wanted at `nice` from now on. No chunks, no path */
+    COPIER_WHOLE = 4,  /* the one chunk, of any size; what is written is worth nothing where it isn't right */
+    COPIER_PLAN = 5,   /* the holder's blob `token` is served from now on. SCM_RIGHTS {plan, data, bitmap}. No chunks, no path */
+    COPIER_WITHDRAW = 6, /* it is no more. No chunks, no path */
 };
 
 enum copier_where {
@@ -31,6 +39,7 @@ enum copier_where {
     COPIER_WRONG = 3,  /* the chunk `copied` has another digest */
     COPIER_TARGET = 4, /* it can't be written: error */
     COPIER_REFUSED = 5, /* not a job */
+    COPIER_ALL = 6,     /* no answer: nothing is missing any more of the plan of blob `copied` */
 };
 
 struct copier_job {
@@ -46,6 +55,15 @@ struct copier_chunk {
     uint64_t target; /* offset */
     uint32_t size, zero;
     uint8_t digest[32];
+};
+
+/* At the start of a plan's memory, which has in this order: this; `count` times u32, the journal: chunks in the order in which they came, each plus 1; `ahead`
+ * times u32: chunks to fetch before they are asked for; `count` times {u32 size, 32 bytes SHA-256}, as in the manifest; `count` times {u32 pack,
+ * u64 offset}, packed, as in the placement; the packs' paths, each with its NUL. */
+struct copier_plan {
+    uint32_t noted; /* in the journal; the copier's to write, atomically */
+    uint32_t count, ahead, packs;
+    uint64_t data_bytes;
 };
 
 struct copier_done {

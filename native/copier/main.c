@@ -15,11 +15,11 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "copier.h"
 #include "../holder/holder.h"
+#include "work.h"
 
-#define FILLER 0
 #define DIGEST 32
+#define PASSED 3 /* descriptors of a packet */
 
 /* Of libcrypto, in all its versions from 1.1 on. */
 static void *(*new_context)(void);
@@ -29,21 +29,11 @@ static int (*update_digest)(void *context, const void *data, size_t size);
 static int (*end_digest)(void *context, unsigned char *digest, unsigned *size);
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct worker *idle, *busy;
-static int holder = -1;
+int holder = -1;
 /* Of jobs that nobody waits for so many compute at the same time that half of the processors are left to others. Reading may take long and isn't
  * counted. */
 static pthread_cond_t turn = PTHREAD_COND_INITIALIZER;
 static int unhurried, most_unhurried;
-
-/* What a job needs while it is done. The one that was used last is used next: it is in the processor's cache. */
-struct worker {
-    struct worker *next;
-    void *context;
-    uint64_t job;
-    int nice;
-    pid_t thread;
-    unsigned char data[COPIER_PIECE];
-};
 
 union packet {
     struct copier_job job;
@@ -100,7 +90,7 @@ static void leave(void) {
     pthread_mutex_unlock(&lock);
 }
 
-static bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
     if (chunk->size > COPIER_PIECE) return failed(done, COPIER_REFUSED, EINVAL);
     if (!read_piece(source, w->data, chunk->size, offset, done)) return false;
     bool counted = enter(w);
@@ -131,17 +121,28 @@ static bool check(const struct copier_chunk *chunk, uint64_t offset, int source,
     return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
 }
 
+static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
+    for (uint32_t at = 0, size; at < chunk->size; at += size) {
+        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
+        if (!read_piece(source, w->data, size, offset + at, done)) return false;
+        if (!update_digest(w->context, w->data, size)) return failed(done, COPIER_REFUSED, ENOMEM);
+        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
+    }
+    return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
+}
+
 static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
     const struct copier_job *job = &packet->job;
     const struct copier_chunk *chunks = (const void *)(job + 1);
-    if (job->count > COPIER_CHUNKS || job->kind > COPIER_CHECK) return failed(done, COPIER_REFUSED, EINVAL);
+    if (job->count > COPIER_CHUNKS || job->kind > COPIER_WHOLE) return failed(done, COPIER_REFUSED, EINVAL);
     const char *path = (const char *)(chunks + job->count);
     if (!job->path_bytes || size != (size_t)(path - packet->bytes) + job->path_bytes || path[job->path_bytes - 1]) return failed(done, COPIER_REFUSED, EINVAL);
     int source = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     if (source < 0) return failed(done, COPIER_SOURCE, errno);
     uint64_t offset = job->offset;
     bool (*one)(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) =
-        job->kind == COPIER_COPY ? copy_chunk : job->kind == COPIER_PART ? copy_part : check;
+        job->kind == COPIER_COPY ? copy_chunk : job->kind == COPIER_PART ? copy_part : job->kind == COPIER_WHOLE ? copy_whole : check;
     while (done->copied < job->count && one(&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
     close(source);
     return done->where == COPIER_COPIED;
@@ -152,19 +153,18 @@ static bool tell(uint64_t token) {
     return holder >= 0 && send(holder, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof m;
 }
 
-static struct worker *take(const struct copier_job *job) {
+struct worker *take(uint64_t job, int nice) {
     pthread_mutex_lock(&lock);
     struct worker *w = idle;
     if (w) idle = w->next;
     else if (!(w = malloc(sizeof *w)) || !(w->context = new_context())) _exit(1); /* the filler goes on without us */
-    w->job = job->id, w->nice = job->nice, w->thread = (pid_t)syscall(SYS_gettid);
+    w->job = job, w->nice = nice, w->thread = (pid_t)syscall(SYS_gettid);
     w->next = busy, busy = w;
     pthread_mutex_unlock(&lock);
     return w;
 }
 
-/* Returns the priority that the thread has now. */
-static int give(struct worker *w) {
+int give(struct worker *w) {
     pthread_mutex_lock(&lock);
     struct worker **link = &busy;
     while (*link != w) link = &(*link)->next;
@@ -175,45 +175,54 @@ static int give(struct worker *w) {
     return nice;
 }
 
-/* One that isn't begun, or is done, is left as it is. */
-static void hasten(const struct copier_job *job) {
+void hasten(uint64_t job, int nice) {
     pthread_mutex_lock(&lock);
     for (struct worker *w = busy; w; w = w->next)
-        if (w->job == job->token && w->nice > job->nice && setpriority(PRIO_PROCESS, (id_t)w->thread, job->nice) == 0) {
-            w->nice = job->nice;
+        if (w->job == job && w->nice > nice && setpriority(PRIO_PROCESS, (id_t)w->thread, nice) == 0) {
+            w->nice = nice;
             pthread_cond_broadcast(&turn);
         }
     pthread_mutex_unlock(&lock);
 }
 
-/* All threads take from one socket: whoever is free has the next job. */
+void start_thread(void *(*function)(void *)) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, function, NULL)) fprintf(stderr, "copier: no threads\n"), exit(1);
+}
+
+/* All these threads take from one socket: whoever is free has the next job. */
 static void *work(void *unused) {
     static _Thread_local union packet packet;
     int nice_now = getpriority(PRIO_PROCESS, 0); /* a thread's own */
     (void)unused;
     for (;;) {
         struct iovec part = {&packet, sizeof packet};
-        union { char room[CMSG_SPACE(sizeof(int))]; struct cmsghdr align; } control;
+        union { char room[CMSG_SPACE(PASSED * sizeof(int))]; struct cmsghdr align; } control;
         struct msghdr h = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.room, .msg_controllen = sizeof control.room};
         ssize_t got = recvmsg(FILLER, &h, MSG_CMSG_CLOEXEC);
         if (got < 0 && errno == EINTR) continue;
         if (got <= 0) _exit(0); /* the filler is gone */
-        int target = -1;
+        int passed[PASSED] = {-1, -1, -1};
         struct cmsghdr *c = CMSG_FIRSTHDR(&h);
-        if (c && c->cmsg_type == SCM_RIGHTS) memcpy(&target, CMSG_DATA(c), sizeof target);
+        if (c && c->cmsg_type == SCM_RIGHTS) memcpy(passed, CMSG_DATA(c), c->cmsg_len - CMSG_LEN(0));
         struct copier_done done = {0};
         if ((size_t)got < sizeof packet.job) {
             failed(&done, COPIER_REFUSED, EINVAL);
         } else if (done.id = packet.job.id, packet.job.kind == COPIER_HASTEN) {
-            hasten(&packet.job);
+            hasten(packet.job.token, packet.job.nice);
+        } else if (packet.job.kind == COPIER_PLAN) {
+            if (!begin_plan((uint32_t)packet.job.token, passed)) failed(&done, COPIER_REFUSED, EINVAL);
+        } else if (packet.job.kind == COPIER_WITHDRAW) {
+            withdraw_plan((uint32_t)packet.job.token);
         } else {
             if (packet.job.nice != nice_now && setpriority(PRIO_PROCESS, 0, packet.job.nice) == 0) nice_now = packet.job.nice;
-            struct worker *w = take(&packet.job);
-            if (carry_out(&packet, (size_t)got, target, w, &done) && packet.job.token) done.told = tell(packet.job.token);
+            struct worker *w = take(packet.job.id, packet.job.nice);
+            if (carry_out(&packet, (size_t)got, passed[0], w, &done) && packet.job.token) done.told = tell(packet.job.token);
             int nice = give(w);
             if (nice != packet.job.nice) nice_now = nice;
         }
-        if (target >= 0) close(target);
+        for (int i = 0; i < PASSED; i++)
+            if (passed[i] >= 0) close(passed[i]);
         if (send(FILLER, &done, sizeof done, MSG_NOSIGNAL) < 0) _exit(0);
     }
 }
@@ -245,9 +254,7 @@ int main(int argc, char **argv) {
     if (argc == 3 && (holder = connect_to(argv[2])) < 0) return perror("copier: the holder"), 1;
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     most_unhurried = processors > 2 ? (int)processors / 2 : 1;
-    for (int i = 1; i < COPIER_THREADS; i++) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, work, NULL)) return fprintf(stderr, "copier: no threads\n"), 1;
-    }
+    for (int i = 1; i < COPIER_THREADS; i++) start_thread(work);
+    if (holder >= 0) start_serving(most_unhurried);
     work(NULL);
 }

@@ -16,10 +16,10 @@
 #define DSEC_HOLDER_H
 #include <stdint.h>
 
-#define HOLDER_VERSION 2
+#define HOLDER_VERSION 3
 
 enum holder_type {
-    /* to the holder; each but FILL and DONE is answered with OK or FAILED */
+    /* to the holder; each but FILL, DONE, SERVE and PASS is answered with OK or FAILED */
     HOLDER_ADD = 1,    /* a blob: id, dev, ino, size, chunk; SCM_RIGHTS {bitmap}. The same id again replaces it */
     HOLDER_REMOVE = 2, /* id: its waiting reads fail */
     HOLDER_FILL = 3,   /* this connection serves requests from now on */
@@ -30,6 +30,8 @@ enum holder_type {
     HOLDER_COMPLETE = 8, /* id; SCM_RIGHTS {data}: all of it is there, its reads raise no events from now on */
     HOLDER_IDLE = 9,   /* id: milliseconds since a read of it asked, in `token` */
     HOLDER_REOPEN = 10, /* id; SCM_RIGHTS {data}: the opposite of COMPLETE; counts as a read of now (since version 2) */
+    HOLDER_SERVE = 11, /* id: this connection, and no other, gets the requests of this blob from now on; count 0: no more (since version 3) */
+    HOLDER_PASS = 12,  /* token: can't be served by who has the blob; a connection that said FILL is asked */
 
     /* from it */
     HOLDER_OK = 64,      /* STATS: token = reads answered without a filler, offset = by fillers, size = failed, count = waiting, chunk = HOLDER_VERSION */

@@ -52,7 +52,8 @@ _Static_assert(sizeof(struct fanotify_event_metadata) + sizeof(struct range_info
 struct blob {
     bool used;
     uint32_t chunk;
-    int next; /* in its bucket */
+    int next;   /* in its bucket */
+    int server; /* the client that serves it, or NOBODY: any that fills */
     uint64_t dev, ino, size, last_ms;
     const uint8_t *bits;
     size_t mapped;
@@ -130,7 +131,7 @@ static void dispatch(struct slot *s) {
         finish(s, 0);
         return;
     }
-    int to = choose((unsigned)(b - blobs));
+    int to = b->server != NOBODY && !was_passed(s) ? b->server : choose((unsigned)(b - blobs));
     if (to == NOBODY) return;
     struct holder_message m = {
         .type = HOLDER_REQUEST, .id = (uint32_t)(b - blobs), .token = s->serial << SLOT_BITS | (uint64_t)(s - table->slots),
@@ -214,7 +215,7 @@ static int add_blob(const struct holder_message *m, int bitmap) {
     struct blob *b = &blobs[m->id];
     if (b->used) forget_blob(b);
     *b = (struct blob){.used = true, .chunk = m->chunk, .dev = m->dev, .ino = m->ino, .size = m->size, .bits = bits, .mapped = (size_t)st.st_size,
-                       .next = buckets[m->ino % BUCKETS]};
+                       .next = buckets[m->ino % BUCKETS], .server = NOBODY};
     buckets[m->ino % BUCKETS] = (int)m->id;
     return 0;
 }
@@ -241,6 +242,8 @@ static int remove_blob(uint32_t id) {
 static void drop_client(int i) {
     close(clients[i].fd);
     clients[i] = (struct client){.fd = -1};
+    for (int id = 0; id < BLOBS; id++)
+        if (blobs[id].server == i) blobs[id].server = NOBODY;
     for (struct slot *s = table->slots; s < table->slots + highest; s++)
         if (s->fd >= 0 && s->filler == i) not_asked(s);
     stuck = waiting; /* others are asked now */
@@ -262,11 +265,30 @@ static void give(int i) {
     if (sendmsg(clients[i].fd, &h, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) drop_client(i);
 }
 
+/* NULL: it was too late. */
+static struct slot *slot_of(uint64_t token) {
+    struct slot *s = &table->slots[token & (SLOTS - 1)];
+    return s->fd < 0 || s->serial != token >> SLOT_BITS ? NULL : s;
+}
+
 static void done(const struct holder_message *m) {
-    struct slot *s = &table->slots[m->token & (SLOTS - 1)];
-    if (s->fd < 0 || s->serial != m->token >> SLOT_BITS) return; /* it was too late */
+    struct slot *s = slot_of(m->token);
+    if (!s) return;
     finish(s, m->error == 0 || m->error == ENOSPC || m->error == EDQUOT ? m->error : EIO); /* what the kernel takes */
     advance(s, dispatch); /* the next of that reader's */
+}
+
+static void serve_blob(int i, const struct holder_message *m) {
+    if (m->id >= BLOBS || !blobs[m->id].used) return;
+    if (m->count) blobs[m->id].server = i;
+    else if (blobs[m->id].server == i) blobs[m->id].server = NOBODY;
+}
+
+static void pass_on(int i, uint64_t token) {
+    struct slot *s = slot_of(token);
+    if (!s || s->filler != i) return;
+    pass_slot(s);
+    advance(s, dispatch);
 }
 
 static void serve_client(int i) {
@@ -300,6 +322,8 @@ static void serve_client(int i) {
         case HOLDER_REMOVE: answer(i, remove_blob(m.id)); break;
         case HOLDER_FILL: clients[i].fills = stuck = true; break;
         case HOLDER_DONE: done(&m); break;
+        case HOLDER_SERVE: serve_blob(i, &m); break;
+        case HOLDER_PASS: pass_on(i, m.token); break;
         case HOLDER_TAKE: give(i); break;
         case HOLDER_STATS: {
             struct holder_message s = {.type = HOLDER_OK, .token = by_itself, .offset = by_filler, .size = failed, .count = (uint64_t)waiting,

@@ -20,6 +20,7 @@ struct reader {
 /* Beside a slot. `next`: in its reader's row, or among the free. */
 struct beside {
     int reader, next;
+    bool passed;
 };
 
 struct table *table;
@@ -76,6 +77,7 @@ static void take_out(struct reader *r, int i) {
 
 static void add_to(struct reader *r, int i) {
     beside[i].reader = (int)(r - readers);
+    beside[i].passed = false;
     append(r, i);
     r->waiting++;
     waiting++;
@@ -140,6 +142,15 @@ void not_asked(struct slot *s) {
     s->filler = NOBODY;
     r->asked--;
     append(r, number(s));
+}
+
+void pass_slot(struct slot *s) {
+    beside[number(s)].passed = true;
+    not_asked(s);
+}
+
+bool was_passed(const struct slot *s) {
+    return beside[number(s)].passed;
 }
 
 static void advance_reader(int reader, void (*ask)(struct slot *)) {

@@ -49,6 +49,9 @@ void free_slot(struct slot *s);
 /* A filler has it / has it no more. */
 void asked(struct slot *s, int filler);
 void not_asked(struct slot *s);
+/* Who serves its blob could not. A successor of this process forgets that. */
+void pass_slot(struct slot *s);
+bool was_passed(const struct slot *s);
 /* Call `ask` for those in rows that may be asked now: of the reader of `s`, or of all. It calls `asked` or `free_slot`, or leaves the slot
  * where it is. */
 void advance(const struct slot *s, void (*ask)(struct slot *));

@@ -58,8 +58,9 @@ def test_a_mounted_layer_at_rest_is_emptied_and_comes_back_right(tmp_path: Path)
         assert {name: digest(top / name) for name in digests} == digests
 
 
-def test_no_byte_is_wrong_while_layers_are_emptied_under_their_readers(tmp_path: Path) -> None:
-    with node(tmp_path, most_bytes=MIB, idle_s=0.4, delay_s=0.005) as made:
+@pytest.mark.parametrize("delay_s", [0.005, 0.0], ids=["by the filler", "by the copier"])
+def test_no_byte_is_wrong_while_layers_are_emptied_under_their_readers(tmp_path: Path, delay_s: float) -> None:
+    with node(tmp_path, most_bytes=MIB, idle_s=0.4, delay_s=delay_s) as made:
         layers = [
             (made.mount(layer), digests) for layer, digests in (published(made, seed, SIZES) for seed in range(2))
         ]

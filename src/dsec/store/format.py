@@ -94,6 +94,11 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     hot: list[str] = []
     """Files that most sandboxes read; `/`: all."""
 
+    @property
+    def chunk_count(self) -> int:
+        """How long `chunk_list` is."""
+        return len(self.chunks) // _CHUNK.size
+
     def chunk_list(self) -> list[Chunk]:
         """Raises `LayerCorrupt` where it contradicts itself."""
         if len(self.chunks) % _CHUNK.size:
@@ -125,6 +130,11 @@ class Placement(Struct, frozen=True, kw_only=True):
     """Digests of packs, as in their keys."""
     places: bytes
     """Packed: for each chunk of the layer, in order, u32 index into `packs`, u64 offset (little-endian)."""
+
+    @property
+    def place_count(self) -> int:
+        """How long `place_list` is."""
+        return len(self.places) // _PLACE.size
 
     def place_list(self) -> list[Place]:
         """Raises `LayerCorrupt` where it contradicts itself."""

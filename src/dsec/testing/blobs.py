@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from dsec.errors import Unavailable
+from dsec.errors import NotFound, Unavailable
 from dsec.ports import BlobInfo, BlobStore
 
 
@@ -45,7 +45,11 @@ class FaultyStore:
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         self._count()
         began = time.monotonic()
-        data = await self.inner.get(key, offset, size)
+        try:
+            data = await self.inner.get(key, offset, size)
+        except NotFound:
+            await asyncio.sleep(self.latency_s)
+            raise
         self.gets += 1
         self.bytes_read += len(data)
         seconds = self.latency_s + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)

@@ -69,7 +69,7 @@ def build_native(state: Path) -> Path:
             files = [path for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
             _compile([*compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}"], files, Path(temporary) / name)
         _compile([_system_compiler(), *SHARED_FLAGS], [source / "warm" / "warm.c"], Path(temporary) / WARM)
-        _compile([_system_compiler(), *DYNAMIC_FLAGS], [source / COPIER / "main.c"], Path(temporary) / COPIER)
+        _compile([_system_compiler(), *DYNAMIC_FLAGS], sorted((source / COPIER).glob("*.c")), Path(temporary) / COPIER)
         _compile([_system_compiler(), *STEM_FLAGS], [source / "stem" / "stem.c"], Path(temporary) / STEM)
         Path(temporary, STEM).chmod(0o755)  # a VMM reads it, as a user of its own
         target.mkdir(exist_ok=True)

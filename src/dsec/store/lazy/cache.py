@@ -14,11 +14,15 @@ On disk, below the cache's root:
 A directory appears by a rename, with all of its files. After a power loss `filled` may promise data that never reached
 the disk: what is opened in another boot than it was used in goes back to `synced`.
 
-One process at a time writes here: the filler.
+            (a file `.owner` beside the layers is held by the filler and its copier with a lock while they live)
+
+One process at a time writes here: the filler, with its copier. Where a filler was killed its copier may be late: what
+that writes is right, but nothing is taken away before it has ended (`LazyCache.alone`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -27,12 +31,13 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 from dsec.errors import LayerCorrupt
 from dsec.kernel.files import replace_file
 from dsec.kernel.syscalls import punch_hole
-from dsec.store.format import BLOCK, Chunk, Manifest, Placement, decode_manifest, decode_placement, is_layer
+from dsec.store.format import BLOCK, Chunk, Manifest, Place, Placement, decode_manifest, decode_placement, is_layer
 
 _SYNCED_HEAD = 36
 """The boot's id, before the bits."""
@@ -47,25 +52,24 @@ class CachedLayer:
     """A layer's directory, opened. Close it."""
 
     def __init__(self, root: Path, layer: str, fresh: tuple[Manifest, Placement] | None = None) -> None:
-        """`fresh`: what its files say, where nothing of it is filled. Raises FileNotFoundError where it isn't there,
-        `LayerCorrupt` where it is damaged."""
+        """`fresh`: what its files say, where nothing of it is filled; its lists are not read before they are needed,
+        see `check`. Raises FileNotFoundError where it isn't there, `LayerCorrupt` where it is damaged."""
         self.layer = layer
         self.root = root
-        self.manifest, placement = fresh or (
+        self.manifest, self.placement = fresh or (
             decode_manifest((root / "manifest.json").read_bytes(), layer),
             decode_placement((root / "placement.json").read_bytes(), layer),
         )
-        self.chunks = self.manifest.chunk_list()
-        self.places = placement.place_list()
-        if len(self.places) != len(self.chunks):
+        if self.placement.place_count != self.manifest.chunk_count:
             raise LayerCorrupt(f"the placement of layer {layer} is of another one", layer=layer)
-        self.offsets = [*(chunk.offset for chunk in self.chunks), self.manifest.data_bytes]
+        if fresh is None:
+            self.check()
         self.data = os.open(root / "data", os.O_RDWR | os.O_CLOEXEC)
         self.bitmap = os.open(root / "filled", os.O_RDWR | os.O_CLOEXEC)
         self._bits = mmap.mmap(self.bitmap, 0)
         if fresh is None:
             self._go_back()
-        self.have = bytearray(len(self.chunks))
+        self.have = bytearray(self.manifest.chunk_count)
         self.filled_bytes = 0
         """How much of the data is here."""
         if fresh is None and any(bytes(self._bits)):
@@ -75,6 +79,23 @@ class CachedLayer:
         self.dirty = False
         """Filled something since the last `sync`."""
         self._syncing = threading.Lock()
+
+    def check(self) -> None:
+        """Raise `LayerCorrupt` where its lists contradict themselves."""
+        _ = self.places, self.offsets
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        return self.manifest.chunk_list()
+
+    @cached_property
+    def places(self) -> list[Place]:
+        return self.placement.place_list()
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Of the chunks, and the end of the data."""
+        return [*(chunk.offset for chunk in self.chunks), self.manifest.data_bytes]
 
     def close(self) -> None:
         """What is still written fails with EBADF: the numbers may be another file's soon."""
@@ -109,12 +130,23 @@ class CachedLayer:
     def note(self, indexes: Iterable[int]) -> None:
         """These chunks are written."""
         for index in indexes:
-            if not self.have[index]:
-                self.have[index] = 1
-                self.missing -= 1
-                self.filled_bytes += self.chunks[index].size
+            if self._count(index):
                 self._set(self.chunks[index])
         self.dirty = True
+
+    def learn(self, indexes: Iterable[int]) -> None:
+        """These chunks were written and noted by the copier."""
+        for index in indexes:
+            self._count(index)
+            self.dirty = True
+
+    def _count(self, index: int) -> bool:
+        if self.have[index]:
+            return False
+        self.have[index] = 1
+        self.missing -= 1
+        self.filled_bytes += self.chunks[index].size
+        return True
 
     def sync(self) -> None:
         """Bring what is filled to the disk, so that it is good after a power loss too. Blocks. Raises OSError: a full
@@ -219,12 +251,25 @@ class LazyCache:
             shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         self._boot = boot_id()
+        self.owner = os.open(root / ".owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """The copier gets it too: what is locked by it is so while either lives."""
         self._ready: deque[Path] = deque()
         self._names = itertools.count()
 
     def layers(self) -> Iterator[str]:
         """Those that have a directory."""
         return (entry.name for entry in os.scandir(self.root) if is_layer(entry.name))
+
+    def alone(self) -> bool:
+        """Whether no predecessor of ours writes here any more."""
+        try:
+            fcntl.flock(self.owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self.owner)
 
     def path(self, layer: str) -> Path:
         return self.root / layer

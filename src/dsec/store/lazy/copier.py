@@ -32,13 +32,14 @@ MOST_CHUNKS = 256
 """Of one job."""
 _JOB = struct.Struct("=QQQIIiI")
 """id, token, offset in the source, count, bytes of the path, nice, kind."""
-COPY, PART, CHECK, _HASTEN = range(4)
-"""Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing."""
+COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW = range(7)
+"""Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing; copy
+one chunk of any size, which may be wrong in the target where that fails."""
 _CHUNK = struct.Struct("=QIxxxx32s")
 """offset in the target, size, digest."""
 _DONE = struct.Struct("=QIiII")
 """id, where, error, copied, told."""
-_COPIED, _SOURCE, _SHORT, _WRONG, _TARGET, _REFUSED = range(6)
+_COPIED, _SOURCE, _SHORT, _WRONG, _TARGET, _REFUSED, _ALL = range(7)
 _AGAIN_S = 5.0
 """Between two starts."""
 
@@ -62,7 +63,13 @@ class Copier:
     """The running program, on one event loop. `close` it."""
 
     def __init__(self, program: Path, holder: Path | None, clock: Clock) -> None:
-        """`program`: compiled. `holder`: the socket of a holder, to which tokens belong."""
+        """`program`: compiled. `holder`: the socket of a holder, to which tokens and plans belong."""
+        self.keeps: Sequence[int] = ()
+        """Descriptors that it has too, to be set before it runs."""
+        self.on_all: Callable[[int], None] = lambda blob: None
+        """Told of a plan of which nothing is missing any more."""
+        self.on_gone: Callable[[], None] = lambda: None
+        """Told that it ended, with all of its plans."""
         self._program = program
         self._holder = holder
         self._clock = clock
@@ -71,8 +78,8 @@ class Copier:
         self._started = -_AGAIN_S
         self._numbers = 0
         self._jobs: dict[int, _Job] = {}
-        self._backlog: deque[tuple[bytes, int]] = deque()
-        """Packets for which the socket had no room, with a duplicate of their target."""
+        self._backlog: deque[tuple[bytes, list[int]]] = deque()
+        """Packets for which the socket had no room, with duplicates of their descriptors."""
 
     def copy(
         self,
@@ -95,9 +102,43 @@ class Copier:
         head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice, kind)
         packet = b"".join((head, *(_CHUNK.pack(*chunk) for chunk in chunks), path))
         self._jobs[self._numbers] = _Job(source, chunks, done)
-        if self._backlog or not self._send(channel, packet, target):
-            self._backlog.append((packet, os.dup(target)))
+        if self._backlog or not self._send(channel, packet, [target]):
+            self._backlog.append((packet, [os.dup(target)]))
         return self._numbers
+
+    def plan(self, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:
+        """Have it serve this blob of the holder's: {plan, data, bitmap}, which may be closed at once. The future's
+        result: it does; `Internal`: that is no plan; `CopierGone`. Raises `CopierGone`."""
+        return self._call(_PLAN, blob, descriptors)
+
+    async def withdraw(self, blob: int) -> None:
+        """Return when it doesn't serve this blob any more and nothing of it is on its way. Idempotent."""
+        try:
+            await self._call(_WITHDRAW, blob, ())
+        except CopierGone:
+            if self._process is not None:
+                await asyncio.to_thread(self._process.wait)
+
+    def _call(self, kind: int, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:
+        channel = self._channel
+        if channel is None:
+            raise CopierGone
+        called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(_: bool, error: Exception | None) -> None:
+            if called.done():
+                return
+            if error is None:
+                called.set_result(None)
+            else:
+                called.set_exception(error)
+
+        self._numbers += 1
+        self._jobs[self._numbers] = _Job(self._program, (), done)
+        packet = _JOB.pack(self._numbers, blob, 0, 0, 0, 0, kind)
+        if self._backlog or not self._send(channel, packet, descriptors):
+            self._backlog.append((packet, [*map(os.dup, descriptors)]))
+        return called
 
     def hasten(self, job: int, nice: int) -> None:
         """Somebody waits for this job from now on."""
@@ -114,7 +155,7 @@ class Copier:
     def start(self) -> socket.socket:
         """Have it run. Raises `CopierGone`."""
         now = self._clock.monotonic()
-        if now - self._started < _AGAIN_S:
+        if now - self._started < _AGAIN_S or (self._process is not None and self._process.poll() is None):
             raise CopierGone
         self._started = now
         library = _libcrypto()
@@ -124,7 +165,9 @@ class Copier:
         with theirs:
             words = [str(self._program), library, *([str(self._holder)] if self._holder else [])]
             try:
-                self._process = subprocess.Popen(words, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+                self._process = subprocess.Popen(
+                    words, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, pass_fds=self.keeps
+                )
             except OSError as error:
                 ours.close()
                 log.warning("chunks are copied without the copier: %s", error)
@@ -139,19 +182,18 @@ class Copier:
         if channel is not None:
             asyncio.get_running_loop().remove_reader(channel)
             channel.close()
-        for _, descriptor in self._backlog:
-            os.close(descriptor)
+        for _, descriptors in self._backlog:
+            _close(descriptors)
         self._backlog.clear()
         jobs, self._jobs = self._jobs, {}
-        if self._process is not None:
-            self._process.poll()
         for job in jobs.values():
             job.done(False, CopierGone())
+        self.on_gone()
 
     @staticmethod
-    def _send(channel: socket.socket, packet: bytes, target: int) -> bool:
+    def _send(channel: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:
         try:
-            socket.send_fds(channel, [packet], [target])
+            socket.send_fds(channel, [packet], descriptors)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -173,14 +215,24 @@ class Copier:
                 answer = b""
             if len(answer) != _DONE.size:
                 log.warning("the copier is gone")
+                if self._process is not None:
+                    self._process.kill()
                 self._lost()
                 return
             number, where, error, copied, told = _DONE.unpack(answer)
+            if where == _ALL:
+                self.on_all(copied)
+                continue
             job = self._jobs.pop(number, None)
             while self._backlog and self._send(channel, *self._backlog[0]):
-                os.close(self._backlog.popleft()[1])
+                _close(self._backlog.popleft()[1])
             if job is not None:
                 job.done(bool(told), None if where == _COPIED else _error(job, where, error, copied))
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _error(job: _Job, where: int, number: int, copied: int) -> Exception:

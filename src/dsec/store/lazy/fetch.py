@@ -22,7 +22,7 @@ from dsec.errors import DsecError, LayerCorrupt
 from dsec.ports import BlobStore, Clock
 from dsec.store.format import Chunk, Manifest, Place, check_chunk, iter_runs, metadata_key, pack_key
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
-from dsec.store.lazy.copier import CHECK, PART, Copier, CopierGone
+from dsec.store.lazy.copier import CHECK, PART, WHOLE, Copier, CopierGone
 from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
@@ -198,10 +198,9 @@ class Fetcher:
         step = max(_PART_BYTES, -(-size // _PARTS))
         source = self._store.file(key) if size < 1 << 32 else None
         if self._copier is not None and source is not None:
+            whole = Chunk(0, size, bytes.fromhex(manifest.metadata))
             with contextlib.suppress(CopierGone):
-                return await self._copy_whole(
-                    self._copier, source, path, Chunk(0, size, bytes.fromhex(manifest.metadata)), step
-                )
+                return await self._copy_whole(self._copier, source, path, whole, size if self.near else step)
         parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
         image = await asyncio.gather(*parts)
         await asyncio.to_thread(_write_whole, path, image, manifest.metadata)
@@ -215,6 +214,8 @@ class Fetcher:
 
         target = open_new(path)
         try:
+            if step == whole.size:  # read once
+                return await begin(source, whole, WHOLE)
             parts = (Chunk(at, min(step, whole.size - at), whole.digest) for at in range(0, whole.size, step))
             await asyncio.gather(*(begin(source, part, PART) for part in parts))
             await begin(path, whole, CHECK)
@@ -255,11 +256,12 @@ class Fetcher:
         await asyncio.to_thread(self._threads.shutdown)
 
     @property
-    def _near(self) -> bool:
+    def near(self) -> bool:
+        """Whether the store answers at once."""
         return min(self._took_s, default=1.0) < NEAR_S
 
     def _start_queued(self) -> None:
-        streams = NEAR_STREAMS if self._near else STREAMS
+        streams = NEAR_STREAMS if self.near else STREAMS
         while self._queued and self._background < streams:
             self._background += 1
             self._start(self._next())
@@ -269,7 +271,7 @@ class Fetcher:
         (name, first), layer = next(iter(self._queued.items()))
         del self._queued[name, first]
         last, size = first, layer.chunks[first].size
-        place, most = layer.places[first], NEAR_RUN_BYTES if self._near else RUN_BYTES
+        place, most = layer.places[first], NEAR_RUN_BYTES if self.near else RUN_BYTES
         while (name, last + 1) in self._queued and size + layer.chunks[last + 1].size <= most:
             if layer.places[last + 1] != Place(place.pack, place.offset + size):
                 break

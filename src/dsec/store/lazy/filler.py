@@ -3,17 +3,8 @@
 It may die at any moment: what it had not answered the holder gives to the next one, and what it had written but not
 noted is written again. It finds the layers of its predecessor in the cache directory.
 
-Its control socket speaks JSON, a line a message. Calls `{"id", "call", "layer"?}` are answered, each when it is done,
-with `{"id", "ok": {...}}` or `{"id", "error": ErrorBody}`; whoever is connected also hears
-`{"failed": layer, "message"}` when reads of a layer fail.
-
-| call | answer |
-|---|---|
-| `attach` | the layer's metadata is here and its data may be read: `{"metadata_bytes", "data_bytes", "complete"}` |
-| `release` | nothing is mounted of it: its directory may be evicted |
-| `complete` | returns when all of the layer is here |
-| `stop` | it ends (without a holder, whose end is its own) |
-| `status` | bytes by layer, and counts of reads |
+A layer is filled either by the filler (`fetch.py`), or, where the store is near, by its copier alone (`plan.py`): then
+the filler only hears what came. It takes such a layer back before anything else is done with its data.
 """
 
 from __future__ import annotations
@@ -22,15 +13,12 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 from dsec.ports import BlobStore, Clock
@@ -39,14 +27,16 @@ from dsec.store.format import (
     decode_manifest,
     is_layer,
     manifest_key,
+    pack_key,
     placement_key,
 )
 from dsec.store.lazy import holder
 from dsec.store.lazy.cache import CachedLayer, LazyCache, put_new
+from dsec.store.lazy.control import Control
 from dsec.store.lazy.copier import Copier
 from dsec.store.lazy.fetch import Fetcher
 from dsec.store.lazy.questions import Questions
-from dsec.store.lazy.readahead import Readahead
+from dsec.store.lazy.served import Served
 from dsec.store.lazy.trace import Recorder, load_trace
 
 log = logging.getLogger(__name__)
@@ -73,18 +63,6 @@ async def _dropped(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Served(msgspec.Struct):
-    """A layer that is open here."""
-
-    cached: CachedLayer
-    number: int
-    readahead: Readahead
-    recorder: Recorder | None
-    told_complete: bool = False
-    users: bool = True
-    """Something may be mounted of it."""
 
 
 class Filler:
@@ -115,17 +93,22 @@ class Filler:
         self._idle_s = idle_s
         self._keep_every_s = keep_every_s
         self._numbers: dict[int, str] = {}
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, Served] = {}
         self._attaching: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: asyncio.Task[None] | None = None
-        self._listeners: set[asyncio.StreamWriter] = set()
-        self._unheard: deque[dict[str, Any]] = deque(maxlen=1000)
+        self.control = Control(self.call)
+        self._copier = copier
         self.gone = asyncio.Event()
         """No read will ask any more."""
 
     def open(self) -> None:
         """Tell the holder of every layer that is in the cache, and begin to answer."""
+        self.cache.alone()
+        if self._copier is not None:
+            self._copier.keeps = (self.cache.owner,)
+            self._copier.on_all = self._all_came
+            self._copier.on_gone = self._take_all_back
         for layer in self.cache.layers():
             with contextlib.suppress(FileNotFoundError, ValueError):
                 number = int((self.cache.path(layer) / _NUMBER).read_text())
@@ -135,15 +118,19 @@ class Filler:
         self._questions.start(self.read, self.gone.set)
 
     async def close(self) -> None:
+        """What the copier serves it goes on to serve until it ends itself."""
         self._questions.close()
         await self.fetcher.close()
+        await self.control.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for served in self._served.values():
+            served.learn()
             await self._save_trace(served)
             self._sync(served)
-            served.cached.close()
+            served.close()
+        self._served.clear()
 
     # --- layers ---
 
@@ -158,6 +145,7 @@ class Filler:
             else:
                 served = await self._again(layer)
             served.users = True
+            self._learn(served)
             if not served.cached.missing:
                 self._finish(served)
         cached = served.cached
@@ -167,12 +155,12 @@ class Filler:
             "complete": served.told_complete,
         }
 
-    async def _begin(self, layer: str) -> _Served:
+    async def _begin(self, layer: str) -> Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
         timed = self.fetcher.timed
         manifested = asyncio.create_task(timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)))
         placed = asyncio.create_task(timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)))
-        traced = asyncio.create_task(timed(load_trace(self._store, layer)))
+        traced = asyncio.create_task(load_trace(self._store, layer))
         try:
             manifest = await manifested
             decoded = decode_manifest(manifest, layer)
@@ -190,12 +178,16 @@ class Filler:
                 cached = await asyncio.to_thread(self.cache.begin, begun, layer, decoded, manifest, placement)
             else:  # sooner done than a thread is awake
                 cached = self.cache.begin(begun, layer, decoded, manifest, placement)
+            served = None
             try:
-                self._follow(cached, trace)
                 number = self._number(layer, begun)
+                served = Served(cached, number, recorder=None if trace else Recorder(self._clock))
+                await self._begin_to_fill(served, trace)
                 await image
                 self.cache.finish(cached)
             except BaseException:
+                if served is not None:
+                    await self._take_back(served)
                 await self.fetcher.abandon(layer)
                 if number in self._numbers:
                     del self._numbers[number]
@@ -206,7 +198,22 @@ class Filler:
             await _dropped(image, placed, traced)
             self.cache.unmake(begun)
             raise
-        return self._serve_as(number, cached, recorder=None if trace else Recorder(self._clock))
+        self._served[layer] = served
+        return served
+
+    async def _begin_to_fill(self, served: Served, trace: Sequence[int]) -> None:
+        """What others read of it is fetched now: by the copier, which serves it from now on, or by us. Raises
+        `LayerCorrupt`."""
+        cached = served.cached
+        wanted = [index for index in trace if index < cached.manifest.chunk_count]
+        if not (self._copier is not None and self._questions.to_copier and self.fetcher.near and cached.missing):
+            cached.check()
+            self.fetcher.ahead(cached, wanted)
+            return
+        files = [file for pack in cached.placement.packs if (file := self._store.file(pack_key(pack))) is not None]
+        if len(files) != len(cached.placement.packs) or not await served.hand_over(self._copier, files, wanted):
+            cached.check()
+            self.fetcher.ahead(cached, wanted)
 
     def _prepare_later(self) -> None:
         """Have directories ready again, once the sandbox that waits has begun."""
@@ -226,31 +233,28 @@ class Filler:
         except OSError as error:  # a full disk; the next layer tells
             log.warning("directories for lazy layers can't be made: %s", error)
 
-    async def _again(self, layer: str) -> _Served:
+    async def _again(self, layer: str) -> Served:
         served = self._serve(layer)
-        if served.recorder is None and served.cached.missing:
+        if served.plan is None and served.recorder is None and served.cached.missing:
+            unused, served.users = not served.users, True
             trace = await load_trace(self._store, layer)
-            self._follow(served.cached, trace)
+            if unused and not self.fetcher.busy(layer):  # no read is with us
+                await self._begin_to_fill(served, trace)
+            else:
+                count = len(served.cached.chunks)
+                self.fetcher.ahead(served.cached, [index for index in trace if index < count])
             if not trace:
                 served.recorder = Recorder(self._clock)
         return served
 
-    def _follow(self, cached: CachedLayer, trace: Sequence[int]) -> None:
-        count = len(cached.chunks)
-        self.fetcher.ahead(cached, [index for index in trace if index < count])
-
-    def _serve(self, layer: str) -> _Served:
+    def _serve(self, layer: str) -> Served:
         """Open it, unless it is."""
         served = self._served.get(layer)
         if served is not None:
             return served
         root = self.cache.path(layer)
         cached = CachedLayer(root, layer)
-        return self._serve_as(self._number(layer, root), cached, None)
-
-    def _serve_as(self, number: int, cached: CachedLayer, recorder: Recorder | None) -> _Served:
-        served = _Served(cached, number, Readahead(cached.offsets), recorder)
-        self._served[cached.layer] = served
+        served = self._served[layer] = Served(cached, self._number(layer, root), None)
         return served
 
     def _number(self, layer: str, root: Path) -> int:
@@ -271,6 +275,7 @@ class Filler:
         if self.cache.path(layer).exists():
             served = self._serve(layer)
             served.users = False
+            self._learn(served)
             await self._save_trace(served)
 
     async def complete(self, layer: str) -> None:
@@ -278,12 +283,15 @@ class Filler:
         served = self._served.get(layer)
         if served is None:
             raise NotFound(f"layer {layer} is not attached")
+        await self._take_back(served)
         await self.fetcher.ensure_all(served.cached)
         self._finish(served)
 
     def status(self) -> dict[str, Any]:
         """As in the table above."""
         counts = self._questions.stats()._asdict()
+        for served in self._served.values():
+            self._learn(served)
         layers = {
             layer: {
                 "bytes": served.cached.manifest.data_bytes,
@@ -295,6 +303,37 @@ class Filler:
         }
         return {"holder": counts, "layers": layers}
 
+    # --- what the copier serves ---
+
+    def _learn(self, served: Served) -> None:
+        """What the copier brought since we looked; a layer that is complete asks no more."""
+        self._learnt(served, served.learn())
+
+    async def _take_back(self, served: Served) -> None:
+        """When it returns nobody but us writes the layer."""
+        self._learnt(served, await served.take_back())
+
+    def _learnt(self, served: Served, size: int) -> None:
+        self.fetcher.fetched_bytes[served.cached.layer] += size
+        if size and not served.cached.missing:
+            self._finish(served)
+
+    def _all_came(self, number: int) -> None:
+        served = self._served.get(self._numbers.get(number, ""))
+        if served is not None and served.plan is not None:
+            self._learn(served)
+            self._spawn(self._take_back(served))
+
+    def _take_all_back(self) -> None:
+        """The copier is gone."""
+        for served in self._served.values():
+            if served.plan is not None:
+                self._spawn(self._take_back(served))
+
+    async def _read_back(self, waiting: holder.Waiting, served: Served) -> None:
+        await self._take_back(served)
+        self.read(waiting)
+
     # --- reads ---
 
     def read(self, waiting: holder.Waiting) -> None:
@@ -304,6 +343,9 @@ class Filler:
         except (KeyError, OSError, DsecError) as error:
             log.error("a read of blob %d cannot be served: %r", waiting.blob, error)
             self._questions.answer(waiting.token, errno.EIO)
+            return
+        if served.plan is not None:  # the copier could not
+            self._spawn(self._read_back(waiting, served))
             return
         chunks = served.cached.chunks_of(waiting.offset, waiting.size)
         waits = self.fetcher.begin(served.cached, chunks, waiting.token)
@@ -318,7 +360,7 @@ class Filler:
         waits_for: asyncio.Future[Any] = waits[0] if len(waits) == 1 else asyncio.gather(*waits)
         waits_for.add_done_callback(partial(self._arrived, waiting, served))
 
-    def _arrived(self, waiting: holder.Waiting, served: _Served, future: asyncio.Future[Any]) -> None:
+    def _arrived(self, waiting: holder.Waiting, served: Served, future: asyncio.Future[Any]) -> None:
         if future.cancelled():  # the next filler is asked
             return
         error = future.exception()
@@ -327,7 +369,7 @@ class Filler:
             self.failures[layer] += 1
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             self._questions.answer(waiting.token, errno.ENOSPC if full else errno.EIO)
-            self._push({"failed": layer, "message": str(error)[:500]})
+            self.control.push({"failed": layer, "message": str(error)[:500]})
             return
         told = future.result()
         if not told or told != waiting.token:
@@ -335,7 +377,7 @@ class Filler:
         if not served.cached.missing:
             self._finish(served)
 
-    def _finish(self, served: _Served) -> None:
+    def _finish(self, served: Served) -> None:
         """All of it is here: its reads need not ask any more."""
         if not served.told_complete:
             served.told_complete = True
@@ -352,6 +394,7 @@ class Filler:
         while True:
             await self._clock.sleep(self._keep_every_s)
             for served in list(self._served.values()):
+                self._learn(served)
                 if served.cached.dirty:
                     await asyncio.to_thread(self._sync, served)
                 if served.recorder is not None and served.recorder.ripe:
@@ -359,7 +402,7 @@ class Filler:
             await self.evict()
 
     @staticmethod
-    def _sync(served: _Served) -> None:
+    def _sync(served: Served) -> None:
         """A disk that is full, or fails, promises less after a power loss; reads go on."""
         try:
             served.cached.sync()
@@ -369,6 +412,11 @@ class Filler:
     async def evict(self) -> None:
         """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that nobody
         has read for a minute; the longest unread first."""
+        if not self.cache.alone():
+            log.warning("nothing is taken out of the cache: the copier of an earlier filler has not ended")
+            return
+        for served in self._served.values():
+            self._learn(served)
         sizes = {layer: served.cached.filled_bytes for layer, served in self._served.items()}
         over = sum(sizes.values()) - self._most_bytes
         ages = {layer: self._questions.idle_s(served.number) for layer, served in self._served.items()}
@@ -378,38 +426,47 @@ class Filler:
                 if not served.cached.missing:
                     self._finish(served)
             elif not served.users:
-                if not self.fetcher.busy(layer):
-                    self._drop(layer)
+                if await self._drop(served):
                     over -= sizes[layer]
             elif served.told_complete:  # who reads it isn't known: from now on it is, and it goes when nobody did
                 served.told_complete = not self._questions.reopen(served.number, served.cached)
             elif ages[layer] >= self._idle_s and await self._empty(served):
                 over -= sizes[layer]
 
-    def _drop(self, layer: str) -> None:
-        served = self._served.pop(layer)
-        self._questions.remove(served.number)
-        del self._numbers[served.number]
-        served.cached.close()
-        self.cache.remove(layer)
+    async def _drop(self, served: Served) -> bool:
+        """Forget a layer that nothing mounts, unless that begins now."""
+        layer = served.cached.layer
+        async with self._attaching.setdefault(layer, asyncio.Lock()):
+            await self._take_back(served)
+            if served.users or self.fetcher.busy(layer):
+                return False
+            del self._served[layer]
+            self._questions.remove(served.number)
+            del self._numbers[served.number]
+            served.cached.close()
+            self.cache.remove(layer)
+        return True
 
-    async def _empty(self, served: _Served) -> bool:
+    async def _empty(self, served: Served) -> bool:
         """Give the space of a mounted layer back. A read that was allowed before its chunk was forgotten may be on
         its way still: that is why only a layer at rest is emptied, and only when it stayed so."""
+        await self._take_back(served)
         served.cached.forget()
         before = time.monotonic()
         await asyncio.to_thread(served.cached.forget_synced)
         await self._clock.sleep(1.0)
         if self._questions.idle_s(served.number) < time.monotonic() - before + self._idle_s / 2:
             return False
-        count = len(served.cached.chunks)
+        count = served.cached.manifest.chunk_count
         for first in range(0, count, _PUNCHES):
             indexes = range(first, min(first + _PUNCHES, count))
             served.cached.punch(i for i in indexes if not self.fetcher.flies(served.cached.layer, i))
             await asyncio.sleep(0)
+        if not self.fetcher.busy(served.cached.layer):  # no read is with us
+            await self._begin_to_fill(served, ())
         return True
 
-    async def _save_trace(self, served: _Served) -> None:
+    async def _save_trace(self, served: Served) -> None:
         recorder, served.recorder = served.recorder, None
         if recorder is not None:
             with contextlib.suppress(DsecError):
@@ -422,56 +479,19 @@ class Filler:
 
     # --- control ---
 
-    async def serve_control(self, path: Path) -> asyncio.Server:
-        """Listen for the server's calls."""
-        await asyncio.to_thread(path.unlink, missing_ok=True)
-        old = os.umask(0o077)
-        try:
-            return await asyncio.start_unix_server(self._control, path, limit=1 << 16)
-        finally:
-            os.umask(old)
-
-    async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._listeners.add(writer)
-        while self._unheard:
-            self._push(self._unheard.popleft())
-        try:
-            while line := await reader.readline():
-                self._spawn(self._answer_call(msgspec.json.decode(line, type=dict[str, Any]), writer))
-        except (ConnectionError, msgspec.MsgspecError, ValueError) as error:
-            log.warning("control connection: %r", error)
-        finally:
-            self._listeners.discard(writer)
-            writer.close()
-
-    async def _answer_call(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        answer = {"id": call.get("id"), **await self._call(call)}
-        writer.write(msgspec.json.encode(answer) + b"\n")
-
-    async def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        layer = call.get("layer", "")
-        try:
-            match call.get("call"):
-                case "attach":
-                    return {"ok": await self.attach(layer)}
-                case "release":
-                    await self.release(layer)
-                case "complete":
-                    await self.complete(layer)
-                case "stop":
-                    self.gone.set()
-                case "status":
-                    return {"ok": self.status()}
-                case other:
-                    raise InvalidRequest(f"unknown call {other!r}")
-        except DsecError as error:
-            return {"error": error.body()}
-        except OSError as error:
-            return {"error": Internal(f"the cache of lazy layers: {error}").body()}
-        return {"ok": {}}
-
-    def _push(self, event: dict[str, Any]) -> None:
-        if not self._listeners:
-            self._unheard.append(event)
-        for writer in self._listeners:
-            writer.write(msgspec.json.encode(event) + b"\n")
+    async def call(self, name: str, layer: str) -> dict[str, Any]:
+        """Carry a call of `control.py`'s table out. Raises DsecError, OSError."""
+        match name:
+            case "attach":
+                return await self.attach(layer)
+            case "release":
+                await self.release(layer)
+            case "complete":
+                await self.complete(layer)
+            case "stop":
+                self.gone.set()
+            case "status":
+                return self.status()
+            case other:
+                raise InvalidRequest(f"unknown call {other!r}")
+        return {}

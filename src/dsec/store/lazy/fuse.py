@@ -141,6 +141,10 @@ class FuseFiles:
     def idle_s(self, number: int) -> float:
         return time.monotonic() - self._used.get(number, 0.0)
 
+    @property
+    def to_copier(self) -> bool:
+        return False
+
     def stats(self) -> HolderStats:
         return HolderStats(0, self._answered, self._failed, len(self._reads))
 

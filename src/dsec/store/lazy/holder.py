@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dsec.errors import Unavailable
 from dsec.kernel import lasting
 
-ADD, REMOVE, FILL, DONE, TAKE, STATS, STOP, COMPLETE, IDLE, REOPEN = range(1, 11)
+ADD, REMOVE, FILL, DONE, TAKE, STATS, STOP, COMPLETE, IDLE, REOPEN, SERVE, PASS = range(1, 13)
 OK, FAILED, REQUEST = 64, 65, 66
 MESSAGE = struct.Struct("=II6QIi")
 """type, id, token, dev, ino, offset, count, size, chunk, error."""
@@ -25,6 +25,8 @@ BLOBS = 4096
 """How many a holder knows at once."""
 _REOPENS = 2
 """The first version that knows `REOPEN`."""
+_SERVES = 3
+"""The first one of which a copier can have a blob of its own."""
 _TIMEOUT_S = 10.0
 
 
@@ -90,6 +92,10 @@ class HolderClient:
             return False
         self._call(REOPEN, blob=blob, descriptors=[data])
         return True
+
+    def knows_copiers(self) -> bool:
+        """Whether a copier can have its reads itself."""
+        return self._call(STATS)[8] >= _SERVES
 
     def idle_s(self, blob: int) -> float:
         """How long ago a read of it asked."""

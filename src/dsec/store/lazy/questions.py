@@ -49,6 +49,11 @@ class Questions(Protocol):
         """How long ago a read of it asked."""
         ...
 
+    @property
+    def to_copier(self) -> bool:
+        """Whether reads can go to the copier without us."""
+        ...
+
     def stats(self) -> HolderStats: ...
 
     def close(self) -> None: ...
@@ -61,6 +66,7 @@ class Events:
         """`path`: its socket. Raises `Unavailable`."""
         self._client = holder.HolderClient(path)
         self._channel = holder.connect(path)
+        self._to_copier = self._client.knows_copiers()
 
     def start(self, on_read: Callable[[Waiting], None], on_gone: Callable[[], None]) -> None:
         self._channel.send(holder.MESSAGE.pack(holder.FILL, 0, 0, 0, 0, 0, 0, 0, 0, 0))
@@ -92,6 +98,10 @@ class Events:
 
     def idle_s(self, number: int) -> float:
         return self._client.idle_s(number)
+
+    @property
+    def to_copier(self) -> bool:
+        return self._to_copier
 
     def stats(self) -> HolderStats:
         return self._client.stats()

@@ -54,6 +54,10 @@ class _Nobody:
     def idle_s(self, number: int) -> float:
         return 0.0
 
+    @property
+    def to_copier(self) -> bool:
+        return False
+
     def stats(self) -> HolderStats:
         return HolderStats(0, 0, 0, 0)
 
@@ -92,7 +96,8 @@ async def _fill(scratch: Path, clock: Clock, copier: Copier | None) -> None:
         path.parent.mkdir()
         path.write_bytes(content)
     store, nobody = DirectoryStore(scratch), _Nobody()
-    filler = Filler(LazyCache(scratch / "cache"), store, nobody, clock, most_bytes=1 << 30, copier=copier)
+    cache = LazyCache(scratch / "cache")
+    filler = Filler(cache, store, nobody, clock, most_bytes=1 << 30, copier=copier)
     try:
         await filler.attach(manifest.digest)
         filler.read(Waiting(0, 0, 0, form.CHUNK_BYTES))
@@ -102,4 +107,5 @@ async def _fill(scratch: Path, clock: Clock, copier: Copier | None) -> None:
             await nobody.answers.get()
     finally:
         await filler.close()
+        cache.close()
         await store.close()

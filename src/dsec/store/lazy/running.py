@@ -42,7 +42,7 @@ async def serve_filler(filler: Filler, control: Path, clock: Clock, copier: Copi
     await filler.prepare()
     gc.freeze()
     gc.set_threshold(*_COLLECT)
-    server = await filler.serve_control(control)
+    server = await filler.control.serve(control)
     waits: Iterable[asyncio.Task[Any]] = [
         asyncio.create_task(stop.wait()),
         asyncio.create_task(filler.gone.wait()),
