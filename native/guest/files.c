@@ -22,6 +22,7 @@
 #define MOST_LINKS 40 /* as the kernel has it */
 #define MOST_PATH 4096
 #define PIECE 65536
+#define MOVED (1u << 20)
 
 static int report_fd;
 static int temporary_dir = -1; /* with `temporary`: what is to be removed if the call fails or is ended */
@@ -55,6 +56,19 @@ void put_all(int fd, const void *data, size_t size) {
         at += put;
         size -= (size_t)put;
     }
+}
+
+/* At most `most` bytes from one to the other, one of which is a pipe, without copying them here; as many as were moved: less where the end
+ * was reached, or they can't be moved so, which whoever copies what is left finds out. */
+static uint64_t move_all(int from, int to, uint64_t most) {
+    uint64_t moved = 0;
+    while (moved < most) {
+        ssize_t got = splice(from, NULL, to, NULL, MIN(most - moved, MOVED), 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) break;
+        moved += (uint64_t)got;
+    }
+    return moved;
 }
 
 /* --- paths ------------------------------------------------------------------------------------------------------------------------- */
@@ -159,6 +173,7 @@ static void do_read(const struct request *request) {
     refuse_procfs(fd);
     uint64_t left = SEEN(request, TAG_LENGTH) ? request->length : UINT64_MAX;
     if (request->offset && lseek(fd, (off_t)request->offset, SEEK_SET) < 0) file_fail(errno, "cannot seek");
+    if (status.st_size > PIECE) left -= move_all(fd, 1, left);
     while (left) {
         ssize_t got = read(fd, piece, MIN(left, sizeof piece));
         if (got < 0) file_fail(errno, "cannot read");
@@ -170,6 +185,7 @@ static void do_read(const struct request *request) {
 
 /* Streams stdin into `fd` until its end. */
 static void take_input(int fd) {
+    move_all(0, fd, UINT64_MAX);
     for (;;) {
         ssize_t got = read(0, piece, sizeof piece);
         if (got < 0 && errno == EINTR) continue;

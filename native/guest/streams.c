@@ -239,14 +239,26 @@ void input_ready(struct source *source, uint32_t events) {
     if (op->input >= 0) input_write(op);
 }
 
+/* What a pipe takes at once needn't be kept: so many bytes. Errors are input_write's. */
+static size_t input_write_through(struct op *op, const uint8_t *data, size_t size) {
+    if (op->pty_size || op->input_ring.base < op->input_ring.end || !size) return 0;
+    ssize_t put = write(op->input, data, size);
+    if (put <= 0) return 0;
+    op->input_ring.base = op->input_ring.end += (uint64_t)put;
+    return (size_t)put;
+}
+
 /* The caller has checked the offset, the window and the end. */
 void op_stdin(struct op *op, uint64_t offset, const uint8_t *data, size_t size, bool eof) {
     uint64_t known = op->input_ring.end - offset; /* bytes of it that were here before */
     if (known < size) {
+        data += known;
+        size -= known;
         if (op->input >= 0) {
-            ring_put(&op->input_ring, data + known, size - known);
+            size_t put = input_write_through(op, data, size);
+            ring_put(&op->input_ring, data + put, size - put);
         } else {
-            op->input_ring.base = op->input_ring.end = offset + size;
+            op->input_ring.base = op->input_ring.end += size;
         }
     }
     op->input_eof |= eof;
