@@ -42,11 +42,13 @@ from dsec.cluster.overflow import OverflowConfig, OverflowKeeper, Record, read_o
 from dsec.cluster.quotas import Bounds, Quotas
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.shipping import Shipper
+from dsec.cluster.spending import Spending
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import ORDER_S, Joined, Made, Member
 from dsec.configuration import read_config
 from dsec.edge.logs import LogFormat, configure
 from dsec.errors import InvalidRequest
+from dsec.grading.slots import places_here
 from dsec.plan.iam import Iam
 from dsec.plan.placement import Placer
 from dsec.plan.quota import Holder, Ledger
@@ -130,6 +132,7 @@ def serve_edge(
                 max_live=node.max_live,
                 max_starting=node.max_starting,
                 memory_capacity_bytes=node.memory_capacity_bytes,
+                places=places_here(),
             )
             gate = Gate(api, edge)
             certificate = _certificate(listening, own.state, node.edge)
@@ -290,6 +293,7 @@ async def open_cluster(
             audit=audit,
             runs=runs,
             moves=moves,
+            spending=Spending(upstream, quotas),
             version=installed_version(),
         )
 

@@ -368,9 +368,10 @@ class QuickCall(Protocol):
 class FunctionHost(Protocol):
     """Runs function calls. They have no state: nothing of one is left when its result is there, or nobody wants it."""
 
-    def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
-        """A result a call, its `value` as msgpack (`msgspec.Raw`). Closing it ends what still runs. Raises, before the
-        first result, `EnvironmentNotFound`, `InvalidRequest`, `Unsupported`, `CreateFailed`, `QuotaExceeded`."""
+    def stream(self, project: str, batch: FunctionBatch, at_once: int = 0) -> AsyncIterator[FunctionResult]:
+        """A result a call, its `value` as msgpack (`msgspec.Raw`). Closing it ends what still runs. `at_once`: no more
+        than so many run at a time (0: as many as have room). Raises, before the first result, `EnvironmentNotFound`,
+        `InvalidRequest`, `Unsupported`, `CreateFailed`, `QuotaExceeded`."""
         ...
 
     def begin(self, project: str, batch: FunctionBatch, told: Callable[[FunctionResult], None]) -> QuickCall | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsec.errors import (
     SandboxLost,
     SandboxNotFound,
     Unauthenticated,
+    Unavailable,
     Unsupported,
 )
 from dsec.spec.ids import edge_of
@@ -182,6 +184,50 @@ async def test_a_quota_holds_while_its_node_restarts(cluster: Cluster, one: Asyn
 
         await eventually(has_room)
         await one.rights.delete_project("small")
+
+
+async def test_forks_calls_and_judge_runs_are_within_the_quota_while_their_node_dies(
+    cluster: Cluster, one: AsyncClient, other: AsyncClient
+) -> None:
+    await one.rights.create_project("spender", quota={"sandboxes": 4})
+    key = (await one.rights.create_key(project="spender"))["key"]
+    async with AsyncClient(one.url, key) as first, AsyncClient(other.url, key) as second:
+        parent = await first.create("debian", **at(1))
+        same = await second.connect(parent.id)
+        assert (
+            await second.judge("print(input())", [("1", "1")] * 6, language="python", environment="debian")
+        ).passed == 6
+        results = [each async for each in first.function("print(1)", environment="debian").run_many([{}] * 6)]
+        assert [each.ok for each in results] == [True] * 6, "three at a time"
+        await same.fork(2)
+        with pytest.raises(QuotaExceeded):
+            await parent.fork(2)
+        verdict = await parent.verify(["true"], paths=["/tmp"], memory_bytes=64 << 20, disk_bytes=64 << 20)
+        assert not verdict.infra, "the last share is a grader's"
+        asleep = asyncio.create_task(second.function("import time; time.sleep(600)", environment="debian").run())
+        forking = asyncio.create_task(parent.fork(1))
+        await asyncio.sleep(0.2)
+        for edge in cluster.edges:  # nobody is asked which one calls went to
+            edge.kill()
+        for edge in cluster.edges:
+            edge.start()
+        asleep.cancel()
+        await asyncio.gather(asleep, forking, return_exceptions=True)
+        until(lambda: cluster.healths() == ["well", "well"], "all is well")
+
+        async def all_there() -> bool:
+            """Nothing is held by what died; nothing that lives isn't counted."""
+            with suppress(QuotaExceeded, Unavailable):
+                await second.create("debian", **at(2))
+            return len(await first.list()) == 4
+
+        await eventually(all_there)
+        for client in (first, second):
+            with pytest.raises(QuotaExceeded):
+                await (await client.connect(parent.id)).fork()
+        with pytest.raises(QuotaExceeded):
+            await second.judge("print(1)", [("", "1")], language="python", environment="debian")
+    await one.rights.delete_project("spender")
 
 
 async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:

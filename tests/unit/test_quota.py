@@ -57,6 +57,20 @@ def test_what_was_sent_to_the_next_process_outlives_its_first_report() -> None:
     assert holder.free("lab") == 3, "three live, four on their way"
 
 
+def test_what_is_held_counts_until_it_is_let_go_of_whatever_nodes_report() -> None:
+    holder = Holder("a", lambda account: [(account.partition("/")[0], 1)], expiry_s=60.0)
+    holder.shares["lab"] = 10
+    holder.hold("lab/x", 6)
+    holder.report(1, "i", {"lab/x": Charged(2, 2)}, now=100.0)
+    assert holder.free("lab/y") == 2
+    holder.recount()
+    holder.gone(1)
+    assert holder.free("lab/y") == 4
+    holder.hold("lab/x", -6)
+    holder.recount()
+    assert holder.free("lab/y") == 10
+
+
 def test_without_a_quota_nothing_is_counted() -> None:
     holder = Holder("a", lambda account: [], expiry_s=60.0)
     holder.spend("p", 1, 5, now=0.0)

@@ -44,7 +44,7 @@ async def call(functions: FunctionHost, x: Exchange) -> None:
     else:
         batch = x.decode(_JSON, body)
     encode = _frame if binary else _line
-    results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch))
+    results = cast("AsyncGenerator[FunctionResult]", functions.stream(principal.project, batch, principal.at_once))
     media = RESULTS if binary else b"application/x-ndjson"
     telling = asyncio.ensure_future(_tell(results, x, encode, media))
     gone = asyncio.ensure_future(x.next_message())

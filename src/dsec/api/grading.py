@@ -1,5 +1,6 @@
 """Grading over HTTP: `POST /v1/sandboxes/{id}/verify`, `POST /v1/judge`. A client that goes away stops it; nothing
-is left of it."""
+is left of it. In a cluster the apiserver counts what runs here for as long as it waits for the answer, so that the
+sandboxes that are made for it count on nobody."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import msgspec
 
 from dsec.api.exchange import MAX_BATCH_BYTES, ClientGone, Exchange
 from dsec.api.waiting import while_awaited
+from dsec.edge.context import CHARGED_TO
 from dsec.errors import DsecError
 from dsec.grading.judge import Judge
 from dsec.grading.verifier import Verifier
@@ -29,6 +31,7 @@ async def verify(verifier: Verifier, sandbox_id: str, x: Exchange) -> None:
     x.check_query()
     principal = x.owner()
     spec = x.decode(_SPEC, await x.body(MAX_BATCH_BYTES))
+    CHARGED_TO.set("")
     await x.answer(200, await while_awaited(x, verifier.verify(principal, sandbox_id, spec)))
 
 
@@ -38,7 +41,8 @@ async def judge(judge: Judge, x: Exchange) -> None:
     x.check_query()
     principal = x.owner()
     spec = x.decode(_JUDGE, await x.body(MAX_BATCH_BYTES))
-    lines = cast("AsyncGenerator[JudgeLine]", judge.judge(principal.project, spec))
+    CHARGED_TO.set("")
+    lines = cast("AsyncGenerator[JudgeLine]", judge.judge(principal.project, spec, principal.at_once))
     gone = asyncio.ensure_future(x.next_message())
     async with aclosing(lines):
         try:

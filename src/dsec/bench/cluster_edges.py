@@ -24,6 +24,7 @@ import uvloop
 from msgspec import Struct
 
 from dsec.api.batch import BatchRequest, DeleteRequest
+from dsec.api.control import ForkRequest, ForkResults
 from dsec.api.exchange import MAX_BATCH_BYTES, Exchange, Receive, Scope, Send
 from dsec.api.metrics import ServerMetrics
 from dsec.api.quick import ShortWay
@@ -33,13 +34,15 @@ from dsec.cluster.bus import open_bus
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.gate import Gate
 from dsec.cluster.member import Membership, keep_member
-from dsec.edge.client import DeleteItem, NodeInfo, Page
+from dsec.cluster.routes import header_of
+from dsec.edge.client import DeleteItem, NodeInfo, Page, Principal
 from dsec.edge.clustered import Counts, charged_by
 from dsec.edge.context import CHARGED_TO
 from dsec.edge.kept import BatchItem
 from dsec.errors import DsecError, NotFound, SandboxNotFound
 from dsec.plan.quota import account_of
 from dsec.spec.cluster import NodeFacts
+from dsec.spec.functions import FunctionBatch, FunctionResult
 from dsec.spec.ids import SandboxId, encode_id
 from dsec.spec.runs import RunInfo
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
@@ -52,7 +55,10 @@ KEYS_KEPT = 4096
 REQUESTS_KEPT = 4096
 _SPEC = msgspec.json.Decoder(SandboxSpec)
 _BATCH = msgspec.json.Decoder(BatchRequest)
+CALL_S = 0.1
 _DELETE = msgspec.json.Decoder(DeleteRequest)
+_FORK = msgspec.json.Decoder(ForkRequest)
+_CALLS = msgspec.json.Decoder(FunctionBatch)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -80,6 +86,9 @@ class Fleet:
         self.random = Random(7)
         self.edges = [SimEdge(self, number) for number in range(1, edges + 1)]
         self.locality = Locality()
+        self.calling: Counter[str] = Counter()
+        self.most_calling: Counter[str] = Counter()
+        """Function calls at one time, by project."""
         self.holders: dict[str, set[int]] = {}
         """Nodes that hold an environment's layers."""
         self._first: OrderedDict[tuple[str, str], frozenset[int]] = OrderedDict()
@@ -104,6 +113,7 @@ class Fleet:
             "by_chance": self.locality.by_chance,
             "projects": sum((edge.projects for edge in self.edges), Counter()),
             "serving": sum(edge.serves for edge in self.edges),
+            "most_calling": self.most_calling,
         }
 
     def end(self, count: int) -> None:
@@ -249,7 +259,7 @@ class SimEdge:
 
     async def _answer(self, x: Exchange) -> None:
         assert self.member is not None
-        principal = self.member.asserted(x.bearer())
+        principal = self.member.asserted(x.bearer() or header_of(x.scope, b"x-api-key"))
         raw, method = x.scope["raw_path"], x.scope["method"]
         key = parse_qs(x.scope["query_string"].decode()).get("key", [""])[0]
         if method == "POST" and raw == b"/v1/sandboxes":
@@ -271,12 +281,37 @@ class SimEdge:
             self.end([_number(each) for each in ids])
             await x.answer(200, {"results": [DeleteItem(id=each) for each in ids]})
         elif method == "GET" and raw.startswith(b"/v1/sandboxes/"):
-            sandbox = raw[14:].decode()
-            if _number(sandbox) not in self.live:
-                raise SandboxNotFound(f"there is no sandbox {sandbox}")
-            await x.answer(200, self._info(_number(sandbox)))
+            await x.answer(200, self._info(self._known(raw[14:].decode())))
+        elif method == "POST" and raw.startswith(b"/v1/sandboxes/") and raw.endswith(b"/fork"):
+            spec = self.live[self._known(raw[14:-5].decode())].spec
+            specs = [spec] * x.decode(_FORK, await x.body()).count
+            infos = [self._info(number) for number in self._make(principal.project, specs, "")]
+            await x.answer(200, ForkResults([BatchItem(index=i, sandbox=info) for i, info in enumerate(infos)]))
+        elif method == "POST" and raw == b"/v1/functions":
+            await self._call(x, principal)
         else:
             raise NotFound("a simulated edge has nothing else")
+
+    def _known(self, sandbox: str) -> int:
+        number = _number(sandbox)
+        if number not in self.live:
+            raise SandboxNotFound(f"there is no sandbox {sandbox}")
+        return number
+
+    async def _call(self, x: Exchange, principal: Principal) -> None:
+        """Calls that take a moment each, and do nothing."""
+        calls = x.decode(_CALLS, await x.body(MAX_BATCH_BYTES)).calls
+        width = min(len(calls), principal.at_once or len(calls))
+        calling, most = self._fleet.calling, self._fleet.most_calling
+        calling[principal.project] += width
+        most[principal.project] = max(most[principal.project], calling[principal.project])
+        try:
+            await asyncio.sleep(CALL_S * -(-len(calls) // width))
+        finally:
+            calling[principal.project] -= width
+        body = b"".join(_encode(FunctionResult(index=index, ok=True)) + b"\n" for index in range(len(calls)))
+        await x.begin(200, b"application/x-ndjson", (b"content-length", b"%d" % len(body)))
+        await x.finish(body)
 
     def _page(self, project: str, limit: int, after: str | None) -> Page:
         """All of them are running; ids are in the order of numbers."""

@@ -37,6 +37,7 @@ from dsec.cluster.nodes import Nodes
 from dsec.cluster.routes import SANDBOXES
 from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.sockets import bridge
+from dsec.cluster.spending import Spending
 from dsec.cluster.tunnels import tunnel
 from dsec.cluster.upstream import PORT_KEY, Upstream
 from dsec.cluster.wire import Member
@@ -53,6 +54,8 @@ ENVD = b"%d-" % ENVD_PORT
 DRAIN_S = 300.0
 """How long a drain waits for commands to end."""
 _SHARED = frozenset({"environments", "layers", "builds", "judge", "functions"})
+_RUN = frozenset({"judge", "functions"})
+"""What of these runs something."""
 _SPEC = msgspec.json.Decoder(SandboxSpec)
 _BATCH = msgspec.json.Decoder(BatchRequest)
 _log = logging.getLogger("dsec.cluster")
@@ -74,6 +77,7 @@ class ClusterApi:
         audit: Audit,
         runs: ClusterRuns,
         moves: Moves,
+        spending: Spending,
         version: str,
     ) -> None:
         self._nodes = nodes
@@ -85,8 +89,15 @@ class ClusterApi:
         self._admission = Admission(keys, iam.authority, audit)
         self._runs = runs
         self._moves = moves
+        self._spending = spending
         self._foreign = Foreign(
-            nodes=nodes, upstream=upstream, creations=creations, fanout=fanout, admission=self._admission, moves=moves
+            nodes=nodes,
+            upstream=upstream,
+            creations=creations,
+            fanout=fanout,
+            admission=self._admission,
+            moves=moves,
+            spending=spending,
         )
         self.metrics = ServerMetrics(version)
         self.ports = _Ports()
@@ -149,6 +160,9 @@ class ClusterApi:
             elif raw == "/v1/exec:batch":
                 x.only("POST")
                 await self._fanout.exec(x, x.owner())
+            elif name in _RUN and self._spending.bounds(x.owner()):
+                x.only("POST")
+                await self._spending.run(x, name, self._foreign.any(name), x.owner(), "authorization")
             elif name in _SHARED:
                 await self._upstream.forward(x, self._foreign.any(name), x.owner())
             else:
@@ -184,7 +198,18 @@ class ClusterApi:
             await self._lost_trajectory(x, principal, sandbox_id)
             return
         edge = member.claim.edge
-        await self._upstream.forward(x, member, principal, elsewhere=lambda: self._moves.elsewhere(sandbox_id, edge))
+
+        async def elsewhere() -> bool:
+            return await self._moves.elsewhere(sandbox_id, edge)
+
+        if principal is not None and rest in ("fork", "verify") and self._spending.bounds(principal):
+            x.only("POST")
+            if rest == "fork":
+                await self._spending.fork(x, member, principal, sandbox_id, elsewhere, "authorization")
+            else:
+                await self._spending.verify(x, member, principal, sandbox_id, elsewhere)
+            return
+        await self._upstream.forward(x, member, principal, elsewhere=elsewhere)
 
     async def _lost_trajectory(self, x: Exchange, principal: Principal, sandbox_id: str) -> None:
         """GET .../trajectory of a sandbox whose node is lost: what the streams have."""

@@ -29,6 +29,7 @@ from dsec.cluster.fanout import Fanout
 from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.routes import header_of, is_data, sandbox_of
+from dsec.cluster.spending import Spending, runs_programs
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import Member
 from dsec.edge.client import EdgeClient, Page, Principal
@@ -60,12 +61,14 @@ class Foreign:
         fanout: Fanout,
         admission: Admission,
         moves: Moves,
+        spending: Spending,
     ) -> None:
         self._nodes = nodes
         self._upstream = upstream
         self._creations = creations
         self._admission = admission
         self._moves = moves
+        self._spending = spending
         edge = cast("EdgeClient", _Lists(fanout))
         self._control = Control(edge, lambda project: (), E2bConfig(), Signatures(edge))
 
@@ -94,7 +97,12 @@ class Foreign:
         elif is_data(raw):
             await self._signed(x, raw)
         elif _is_fusion(raw):
-            await self._upstream.forward(x, self.any(raw), principal)
+            kind = runs_programs(raw)
+            if kind and principal is not None and self._spending.bounds(principal):
+                x.only("POST")
+                await self._spending.run(x, kind, self.any(raw), principal, "authorization")
+            else:
+                await self._upstream.forward(x, self.any(raw), principal)
         else:
             await self._rest(x, raw, principal)
 
@@ -102,9 +110,15 @@ class Foreign:
         """A call on one sandbox."""
         member = await self._moves.find(sandbox_id)
         edge = member.claim.edge
-        await self._upstream.forward(
-            x, member, principal, key_header=_KEY, elsewhere=lambda: self._moves.elsewhere(sandbox_id, edge)
-        )
+
+        async def elsewhere() -> bool:
+            return await self._moves.elsewhere(sandbox_id, edge)
+
+        forks = x.scope["method"] == "POST" and x.scope["path"].rpartition("/")[2] == "fork"
+        if forks and principal is not None and self._spending.bounds(principal):
+            await self._spending.fork(x, member, principal, sandbox_id, elsewhere, _KEY)
+        else:
+            await self._upstream.forward(x, member, principal, key_header=_KEY, elsewhere=elsewhere)
 
     async def _signed(self, x: Exchange, raw: str) -> None:
         """A file by a signature, in a URL that doesn't say of which sandbox: its edge knows the signature."""

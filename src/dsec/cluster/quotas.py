@@ -1,10 +1,12 @@
 """Quotas in a running cluster: this apiserver's shares of the ledgers (`plan/quota.py`), and the pace of creations.
+Creations wait for shares in the scheduler; whatever else runs for a project (`spending.py`) asks here.
 
 Owns the bucket `dsec_ledgers` (a record for each limit of each project with a quota) and who of the apiservers is
 there: each says so every two seconds. Invariants: a share is spent only while this apiserver hears itself on the bus,
 so that it stops well before the others take it for dead; a dead one's share shrinks to what nodes say is charged to it,
 and only once nothing that it sent can arrive any more; nobody is refused while somebody else may hold idle shares that
-haven't been asked for.
+haven't been asked for; what runs on a share that no node reports (`held`) is let go well before that share can be
+another's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 from nats.aio.msg import Msg
@@ -21,17 +24,20 @@ from nats.aio.msg import Msg
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.iam import Authority
 from dsec.cluster.wire import ORDER_S
-from dsec.errors import QuotaExceeded, Unavailable
+from dsec.errors import AdmissionTimeout, DsecError, QuotaExceeded, Unavailable
 from dsec.plan.iam import Iam, lineage
 from dsec.plan.quota import UNITS, Ledger, block, costs_of, give, shrink, take, with_limit
-from dsec.plan.scheduler import Need, Scheduler
+from dsec.plan.scheduler import Need, Scheduler, exceeded
 from dsec.plan.watch import Health
 
 HERE_S = 2.0
 FROZEN_S = 10.0
 """An apiserver that hasn't heard itself for so long spends nothing."""
 DEAD_S = 2 * ORDER_S
+LET_GO_S = 40.0
+"""What it holds for calls ends then: the others take its share after `DEAD_S`."""
 GIVE_S = 5.0
+AGAIN_S = 0.5
 ASK_S = 0.25
 """The others get so long to give back what they don't use."""
 PATIENCE_S = 75.0
@@ -63,12 +69,22 @@ class Bounds:
             ]
         return found
 
+    def fits(self, account: str) -> bool:
+        """Whether one would be within all limits if nothing else were there."""
+        ledgers = ((*each.partition("\x00"), cost) for each, cost in self.charges(account))
+        return all(self.limits(path).get(field, cost) >= cost for path, _, field, cost in ledgers)
+
     def limits(self, path: str) -> dict[str, int]:
         """A project's own, in ledgers' units."""
         project = self._iam.known(path)
         if project is None:
             return {}
         return {field: int(limit * UNITS.get(field, 1)) for field, limit in project.quota.limits().items()}
+
+    def bound(self, project: str) -> bool:
+        """Whether any quota bounds a project, by its pace or otherwise."""
+        quotas = (known.quota for path in lineage(project) if (known := self._iam.known(path)) is not None)
+        return any(quota.creates_per_s is not None or quota.limits() for quota in quotas)
 
     def ledgers(self) -> list[str]:
         """All of projects on record."""
@@ -97,6 +113,10 @@ class Quotas:
         self._since = time.monotonic()
         self._wanting: dict[str, int] = {}
         """How much of a ledger is to be free here."""
+        self._waiting: dict[str, list[asyncio.Future[bool]]] = {}
+        """Who waits for a turn of a ledger to end."""
+        self._held: set[asyncio.Timeout] = set()
+        self._released = asyncio.Event()
         self._paced: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         authority.changed = self._changed
@@ -155,7 +175,100 @@ class Quotas:
         """Apiservers that are there, this one included."""
         return max(1, sum(now - at < FROZEN_S for at in self._heard.values()))
 
+    # --- what no creation is ----------------------------------------------------------------------------------------
+
+    def bound(self, project: str) -> bool:
+        """Whether any quota bounds a project."""
+        return self._bounds.bound(project)
+
+    async def room(self, account: str, count: int, deadline: float) -> int:
+        """How many of `count` may be spent, at least one: before anything else is awaited. Raises `QuotaExceeded`,
+        `AdmissionTimeout` after the deadline (`time.monotonic`), `Unavailable`."""
+        while True:
+            free = self._holder.free(account)
+            if free is None or free >= count:
+                return count
+            ledger, missing = next(iter(self._holder.short(account, count)), ("", 0))
+            if await self._more(ledger, missing, deadline):
+                continue
+            free = self._holder.free(account)
+            if free is None or free > 0:
+                return count if free is None else min(free, count)
+            raise self.exceeded(account, ledger)
+
+    def exceeded(self, account: str, ledger: str = "") -> QuotaExceeded:
+        """Of which limit an account has nothing left."""
+        name = next((name for name, _ in self._holder.short(account, 1)), ledger)
+        return exceeded(name or account.partition("\0")[0])
+
+    async def room_soon(self, account: str, count: int, deadline: float) -> int:
+        """The same for what is over in moments: while the quota is used up, wait for what is let go of here."""
+        while True:
+            try:
+                return await self.room(account, count, time.monotonic() + PATIENCE_S)
+            except QuotaExceeded:
+                if time.monotonic() >= deadline or not self._bounds.fits(account):
+                    raise
+            self._released.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._released.wait(), AGAIN_S)
+
+    def spend(self, account: str, edge: int, count: int) -> None:
+        """`count` are sent to a node, which will report them."""
+        self._holder.spend(account, edge, count, time.monotonic())
+
+    def unspent(self, account: str, edge: int, count: int) -> None:
+        """The node took none of these."""
+        self._holder.refused(account, edge, count)
+        self.pump()
+
+    @asynccontextmanager
+    async def held(self, account: str, count: int) -> AsyncIterator[None]:
+        """Count these for as long as the block runs. Raises `Unavailable` within it when this apiserver was cut off for
+        so long that its shares may become another's."""
+        self._holder.hold(account, count)
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._held.add(limit)
+                try:
+                    yield
+                finally:
+                    self._held.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Unavailable(
+                "this server is cut off from the cluster, and can't count what runs any more", remedy="Ask another."
+            ) from None
+        finally:
+            self._holder.hold(account, -count)
+            self._released.set()
+            self.pump()
+
     # --- more of a ledger -------------------------------------------------------------------------------------------
+
+    async def _more(self, ledger: str, missing: int, deadline: float) -> bool:
+        """Whether a turn of the ledger got something. Raises `AdmissionTimeout`, `Unavailable`."""
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(ledger, []).append(told)
+        self.need(Need(ledger, missing))
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await told
+        except TimeoutError:
+            raise AdmissionTimeout(
+                "another server's share of the quota may be free, and can't be had yet", remedy="Try again in a moment."
+            ) from None
+
+    def _tell(self, ledger: str, got: bool | DsecError) -> None:
+        """The turn of a ledger is over."""
+        for told in self._waiting.pop(ledger, ()):
+            if told.done():
+                continue
+            if isinstance(got, bool):
+                told.set_result(got)
+            else:
+                told.set_exception(got)
 
     def need(self, need: Need) -> None:
         """Take more of a ledger; one turn at a time for each."""
@@ -177,6 +290,7 @@ class Quotas:
                     continue
                 del self._wanting[ledger]
                 self._scheduler.granted(ledger, self._holder.shares.get(ledger, 0), more=False, error=error)
+                self._tell(ledger, error)
                 break
             if not got and not asked:
                 asked = True
@@ -187,6 +301,7 @@ class Quotas:
             else:
                 del self._wanting[ledger]
                 self._scheduler.granted(ledger, mine, more=got)
+                self._tell(ledger, got)
                 break
         self.pump()
 
@@ -286,8 +401,12 @@ class Quotas:
             await self._bus.publish(f"dsec.holder.{self._holder.name}", None)
             await asyncio.sleep(HERE_S)
             heard = self._heard.get(self._holder.name)
-            self._holder.frozen = heard is None or time.monotonic() - heard > FROZEN_S
             now = time.monotonic()
+            self._holder.frozen = heard is None or now - heard > FROZEN_S
+            if heard is not None and now - heard > LET_GO_S:
+                for limit in self._held:
+                    if limit.when() is None:
+                        limit.reschedule(asyncio.get_running_loop().time())
             self._heard = {name: at for name, at in self._heard.items() if now - at < 10 * DEAD_S}
 
     def _absent(self, name: str, now: float) -> float:

@@ -156,7 +156,7 @@ class Upstream:
         try:
             async with self.ask(member, method, target, headers=headers, data=body) as response:
                 if response.status == 401:
-                    raise _unknown(member)
+                    raise joined_again(member)
                 return response.status, await response.read()
         except (NotSent, aiohttp.ClientError, OSError) as error:
             raise self.unreachable(member, error) from error
@@ -187,8 +187,9 @@ class Upstream:
         key_header: str = "authorization",
         body: bytes | None = None,
         elsewhere: Callable[[], Awaitable[bool]] | None = None,
-    ) -> None:
-        """Pass a whole request on, and its answer back. `principal` None: the caller's own credentials are the edge's
+    ) -> int:
+        """Pass a whole request on, and its answer back; returns its status, 0 where it was cut. Raises `Unavailable`
+        where the edge can't have taken it. `principal` None: the caller's own credentials are the edge's
         to look at; else our word for it goes in `key_header`. `body`: where it was read already. `elsewhere`: asked
         where the edge doesn't have what is asked of; if it says so the caller is told to come again (`Unavailable`)."""
         scope = x.scope
@@ -201,14 +202,15 @@ class Upstream:
             taken.set()
         else:
             data = _body(x, taken)
-        headers = self._headers(x, member, principal, key_header)
+        headers = self.headers(x, member, principal, key_header)
         try:
             async with self.ask(member, scope["method"], target, headers=headers, data=data) as response:
                 if response.status == 401 and principal is not None:
-                    raise _unknown(member)
+                    raise joined_again(member)
                 if elsewhere is not None and ABSENT in response.headers and await elsewhere():
                     raise Unavailable("this sandbox has just moved to another node", remedy="Try again at once.")
                 await _answer(x, response, taken)
+                return response.status
         except NotSent as error:
             raise self.unreachable(member, error) from error
         except (aiohttp.ClientError, OSError) as error:
@@ -218,12 +220,14 @@ class Upstream:
             if isinstance(told, SandboxLost) and not x.began:
                 raise told from error
             await x.cut()
+            return 0
 
     def port_headers(self, x: Exchange, member: Member, principal: Principal | None) -> CIMultiDict[str]:
         """Of a request for a port by host name."""
-        return self._headers(x, member, principal, PORT_KEY)
+        return self.headers(x, member, principal, PORT_KEY)
 
-    def _headers(self, x: Exchange, member: Member, principal: Principal | None, key_header: str) -> CIMultiDict[str]:
+    def headers(self, x: Exchange, member: Member, principal: Principal | None, key_header: str) -> CIMultiDict[str]:
+        """Of a request as it is passed on."""
         headers: CIMultiDict[str] = CIMultiDict()
         for name, value in x.scope["headers"]:
             if name in _HOP or name in _OURS or (principal is not None and value.startswith(b"dsk_")):
@@ -252,7 +256,7 @@ def trust_of(member: Member) -> aiohttp.Fingerprint | bool:
     return aiohttp.Fingerprint(bytes.fromhex(member.certificate)) if member.certificate else True
 
 
-def _unknown(member: Member) -> Unavailable:
+def joined_again(member: Member) -> Unavailable:
     """The edge doesn't know our word: it has joined again, and its record is on its way here."""
     return Unavailable(f"edge {member.claim.edge} has just joined again", remedy="Try again in a moment.")
 

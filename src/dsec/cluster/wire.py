@@ -107,6 +107,7 @@ class _Payload(Struct, frozen=True, omit_defaults=True):
     holder: str
     label: str = ""
     policy: KeyPolicy | None = None
+    at_once: Natural = 0
 
 
 class Asserted(Struct, frozen=True):
@@ -138,7 +139,9 @@ _decode = msgspec.json.Decoder(_Payload).decode
 
 def sign(principal: Principal, *, secret: str, incarnation: int, until: float, holder: str) -> str:
     """A bearer for an edge."""
-    payload = _Payload(principal.project, incarnation, until, holder, principal.label, principal.policy)
+    payload = _Payload(
+        principal.project, incarnation, until, holder, principal.label, principal.policy, principal.at_once
+    )
     text = base64.urlsafe_b64encode(_encode(payload)).decode().rstrip("=")
     return f"{BEARER}{text}.{_tag(text, secret)}"
 
@@ -152,7 +155,8 @@ def verify(bearer: str, *, secret: str, incarnation: int, now: float) -> Asserte
         except (msgspec.MsgspecError, binascii.Error):
             payload = None
         if payload is not None and payload.incarnation == incarnation and now <= payload.until:
-            return Asserted(Principal(payload.project, None, payload.label, payload.policy), payload.holder)
+            principal = Principal(payload.project, None, payload.label, payload.policy, payload.at_once)
+            return Asserted(principal, payload.holder)
     raise Unauthenticated("this isn't an apiserver's word, or no longer", remedy="Ask an apiserver.")
 
 

@@ -49,6 +49,8 @@ class Principal(Struct, frozen=True):
     label: str = ""
     policy: KeyPolicy | None = None
     """Of its key; None: the node's default."""
+    at_once: int = 0
+    """So many of its calls, or of a judge's programs, may run at a time for this request; 0: as many as have room."""
 
 
 class Created(Struct, frozen=True):

@@ -66,8 +66,9 @@ class Judge:
         self._slots = slots or Slots()
         self._programs = Programs()
 
-    async def judge(self, project: str, spec: JudgeSpec) -> AsyncIterator[JudgeLine]:
-        """A line a case as it ends, the verdict last. Closing it ends what still runs. Raises `EnvironmentNotFound`,
+    async def judge(self, project: str, spec: JudgeSpec, at_once: int = 0) -> AsyncIterator[JudgeLine]:
+        """A line a case as it ends, the verdict last. Closing it ends what still runs. `at_once`: no more than so many
+        cases run at a time (0: as many as have room). Raises `EnvironmentNotFound`,
         `InvalidRequest`, `Unsupported` (no such toolchain there)."""
         if (spec.checker is Checker.PROGRAM) != bool(spec.checker_source):
             raise InvalidRequest("`checker_source` goes with the checker `program`", field="checker_source")
@@ -82,7 +83,7 @@ class Judge:
             )
             return
         found: dict[int, CaseVerdict] = {}
-        verdicts = cast("AsyncGenerator[CaseVerdict]", self._cases(caller, project, spec, program))
+        verdicts = cast("AsyncGenerator[CaseVerdict]", self._cases(caller, project, spec, program, at_once))
         async with aclosing(verdicts):
             async for verdict in verdicts:
                 found[verdict.index] = verdict
@@ -183,15 +184,16 @@ class Judge:
     # --- cases ---
 
     async def _cases(
-        self, caller: Path, project: str, spec: JudgeSpec, program: bytes | None
+        self, caller: Path, project: str, spec: JudgeSpec, program: bytes | None, at_once: int
     ) -> AsyncIterator[CaseVerdict]:
         """As they end; closing it ends the others."""
         waiting = list(enumerate(spec.cases))[::-1]
         tasks: set[asyncio.Task[CaseVerdict]] = set()
+        width = min(self._slots.places, at_once or len(spec.cases))
         stopped = False
         try:
             while tasks or (waiting and not stopped):
-                while waiting and not stopped and len(tasks) < self._slots.places:
+                while waiting and not stopped and len(tasks) < width:
                     tasks.add(asyncio.ensure_future(self._case(caller, project, spec, program, waiting.pop())))
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for verdict in sorted((task.result() for task in done), key=lambda each: each.index):

@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 from dsec.plan.turns import Path, Turns
 
 
+def places_here() -> int:
+    """How many run at once on this machine: two for each CPU, so that one is prepared while another runs."""
+    return 2 * (os.cpu_count() or 1)
+
+
 class _Ticket(NamedTuple):
     caller: Path
     ready: asyncio.Future[None]
@@ -24,10 +29,9 @@ class Slots:
     """A fair semaphore."""
 
     def __init__(self, places: int | None = None, weights: Mapping[str, float] | None = None) -> None:
-        """`places`: how many run at once; None: two for each CPU, so that one is prepared while another runs. `weights`
-        of projects; others have 1."""
+        """`places`: how many run at once; None: `places_here`. `weights` of projects; others have 1."""
         known: Mapping[Any, float] = weights or {}
-        self._turns: Turns[_Ticket] = Turns(places or 2 * (os.cpu_count() or 1), lambda name: known.get(name, 1.0))
+        self._turns: Turns[_Ticket] = Turns(places or places_here(), lambda name: known.get(name, 1.0))
         self._numbers = itertools.count()
 
     def caller(self, project: str) -> Path:

@@ -123,6 +123,7 @@ class Holder:
         self._used: dict[str, int] = {}
         self._tracks: dict[int, dict[str, _Track]] = {}
         self._instances: dict[int, str] = {}
+        self._held: dict[str, int] = {}
 
     def used(self, ledger: str) -> int:
         """Charged to this holder, in flight or live."""
@@ -151,9 +152,19 @@ class Holder:
         track.pending += count
         self._add(account, count)
 
+    def hold(self, account: str, count: int) -> None:
+        """`count` run that no node reports, for as long as this holder keeps hold of them (negative: they have ended);
+        look at `free` first."""
+        held = self._held.pop(account, 0) + count
+        if held:
+            self._held[account] = held
+        self._add(account, count)
+
     def recount(self) -> None:
         """The ledgers are others now."""
         self._used = {}
+        for account, held in self._held.items():
+            self._add(account, held)
         for tracks in self._tracks.values():
             for account, track in tracks.items():
                 self._add(account, track.pending + track.live)

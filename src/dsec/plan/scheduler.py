@@ -299,7 +299,7 @@ class Scheduler:
                 each.pauses += 1
                 self._paused.append(each)
             else:
-                refused = error or _exceeded(ledger)
+                refused = error or exceeded(ledger)
                 self._failures.append(Failure(each.ticket, each.first, each.count, refused))
                 self._close(each.ticket)
 
@@ -421,7 +421,7 @@ class Scheduler:
             del self._tickets[ticket]
 
 
-def _exceeded(ledger: str) -> QuotaExceeded:
+def exceeded(ledger: str) -> QuotaExceeded:
     """A ledger is a project, or a project NUL the name of a limit."""
     project, _, field = ledger.partition("\0")
     return QuotaExceeded(

@@ -36,6 +36,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_starting: Natural = 64
     memory_capacity_bytes: Natural = 0
     """Sum of limits that may be promised."""
+    places: Natural = 0
+    """So many function calls, and programs of the judge, run at once; 0: it doesn't say."""
 
 
 class Charged(Struct, frozen=True, array_like=True):

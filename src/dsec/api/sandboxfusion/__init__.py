@@ -23,6 +23,7 @@ from dsec.api.sandboxfusion.running import Program, Runs
 from dsec.api.sandboxfusion.wire import Detail, PromptRequest, PromptsRequest, RunCodeRequest, SubmitRequest
 from dsec.api.waiting import while_awaited
 from dsec.edge.client import EdgeClient, Principal
+from dsec.edge.context import CHARGED_TO
 from dsec.errors import DsecError, InvalidRequest, NotFound, Unauthenticated, Unsupported
 from dsec.grading.judge import Judge
 
@@ -80,6 +81,7 @@ class Fusion:
             method, handler = self._calls[name]
             x.principal = self._caller(x)
             x.project()
+            CHARGED_TO.set("")  # as in `api/grading.py`
             x.only(method)
             x.check_query()
             await x.answer(200, await handler(x, environment))
@@ -137,7 +139,8 @@ class Fusion:
         project = x.project()
         environment = environment or self._config.environment_for(request.config.language or "")
         caller = self._judge.caller(project)
-        return await while_awaited(x, judging.submit(self._runs, caller, project, environment, request))
+        at_once = x.owner().at_once
+        return await while_awaited(x, judging.submit(self._runs, caller, project, environment, request, at_once))
 
     async def _list_datasets(self, x: Exchange, environment: str) -> object:
         return judging.DATASETS

@@ -41,8 +41,11 @@ _SUFFIX = {
 _ANY_SUFFIX = "Write a whole program in {language}."
 
 
-async def submit(runs: Runs, caller: Path, project: str, environment: str, request: SubmitRequest) -> EvalResult:
-    """Judge a completion. Raises `InvalidRequest`, `Unsupported`, `NotFound`, and what running fails with."""
+async def submit(  # noqa: PLR0917
+    runs: Runs, caller: Path, project: str, environment: str, request: SubmitRequest, at_once: int
+) -> EvalResult:
+    """Judge a completion. `at_once`: no more than so many tests run at a time (0: as many as have room). Raises
+    `InvalidRequest`, `Unsupported`, `NotFound`, and what running fails with."""
     config = request.config
     row = _row(request.dataset, config, request.id)
     language = config.language
@@ -51,6 +54,7 @@ async def submit(runs: Runs, caller: Path, project: str, environment: str, reque
     code, how = extract_code(request.completion, language)
     tests = _tests(row)
     compiled = language in _COMPILED
+    room = asyncio.Semaphore(at_once or len(tests))
 
     async def one(test: StdioTest) -> EvalTestCase:
         asked = RunCodeRequest(
@@ -60,7 +64,8 @@ async def submit(runs: Runs, caller: Path, project: str, environment: str, reque
             compile_timeout=config.compile_timeout or _COMPILE_S,
             run_timeout=config.run_timeout or (_RUN_COMPILED_S if compiled else _RUN_S),
         )
-        ran = await runs.run(caller, project, environment, Program(asked), patient=True)
+        async with room:
+            ran = await runs.run(caller, project, environment, Program(asked), patient=True)
         if ran.status is RunStatus.SANDBOX_ERROR:
             raise Unsupported(ran.message)
         output = ran.run_result.stdout if ran.run_result is not None else None

@@ -79,7 +79,7 @@ class FunctionService:
         self._programs = Programs()
         self._codes: OrderedDict[tuple[Key, str, str], bytes] = OrderedDict()
 
-    async def stream(self, project: str, batch: FunctionBatch) -> AsyncIterator[FunctionResult]:
+    async def stream(self, project: str, batch: FunctionBatch, at_once: int = 0) -> AsyncIterator[FunctionResult]:
         """See `ports.FunctionHost`."""
         check(batch)
         caller = self._slots.caller(project)
@@ -109,7 +109,7 @@ class FunctionService:
             if worker.cancelled() or worker.exception() or all(each.done() for each in workers):
                 results.put_nowait(_END)
 
-        width = min(self._slots.places, len(batch.calls))
+        width = min(self._slots.places, len(batch.calls), at_once or len(batch.calls))
         workers = [asyncio.create_task(work()) for _ in range(width)]
         for worker in workers:
             worker.add_done_callback(ended)

@@ -1,0 +1,161 @@
+"""Forks, function calls and judge runs within a project's quota, in a real cluster: two apiservers, simulated edges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from dsec import AsyncClient
+from dsec.bench.cluster_place import ClusterPlace, running
+from dsec.errors import DsecError, QuotaExceeded
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SMALL: dict[str, Any] = {"memory_bytes": 64 << 20}
+CALLS = {"function": {"environment": "debian", "source": "def f(): return 1", "name": "f"}, "calls": [{}]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def place() -> AsyncIterator[ClusterPlace]:
+    async with running(4, servers=1, apiservers=2) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def root(place: ClusterPlace) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(place.apis[0], place.key) as client:
+        yield client
+
+
+async def key_of(root: AsyncClient, project: str, quota: dict[str, Any]) -> str:
+    """Of a new project."""
+    await root.rights.create_project(project, quota=quota)
+    return str((await root.rights.create_key(project=project))["key"])
+
+
+async def post(url: str, key: str, path: str, body: object) -> tuple[int, bytes]:
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url + path, data=json.dumps(body)) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+async def test_100_clients_fork_at_once_within_the_quota(place: ClusterPlace, root: AsyncClient) -> None:
+    limit, clients = 40, 100
+    key = await key_of(root, "forks", {"sandboxes": limit})
+    async with AsyncClient(place.apis[0], key) as first:
+        parent = await first.create("debian", **SMALL)
+    codes: Counter[str] = Counter()
+    ids: list[str] = []
+
+    async def one(number: int) -> None:
+        async with AsyncClient(place.apis[number % 2], key) as client:
+            try:
+                ids.extend(child.id for child in await (await client.connect(parent.id)).fork(3))
+            except DsecError as error:
+                codes[error.code] += 1
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    assert codes == {QuotaExceeded.code: clients - len(ids) // 3}
+    assert limit - 7 < len(set(ids)) < limit, "each of the two may have kept two that were too few for three"
+    assert (await place.ask("look"))["projects"]["forks"] == len(ids) + 1
+    async with AsyncClient(place.apis[1], key) as client:
+        box = await client.connect(parent.id)
+
+        async def fill() -> None:
+            with contextlib.suppress(QuotaExceeded):
+                while True:
+                    ids.append((await box.fork())[0].id)
+
+        await until(fill, lambda: len(ids) == limit - 1)
+        with pytest.raises(QuotaExceeded, match="sandboxes"):
+            await box.fork()
+        await client.kill_many(ids[:5])
+        del ids[:5]
+        await until(fill, lambda: len(ids) == limit - 1)
+    assert (await place.ask("look"))["projects"]["forks"] == limit
+
+
+async def until(work: Callable[[], Awaitable[None]], holds: Callable[[], bool]) -> None:
+    """Again and again, bounded: what has ended makes room when its node has told of it."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < 60
+        await work()
+
+
+async def test_e2b_forks_count_too(place: ClusterPlace, root: AsyncClient) -> None:
+    key = await key_of(root, "e2b-forks", {"cpus": 3})
+    async with AsyncClient(place.apis[0], key) as client:
+        parent = await client.create("debian", **SMALL)
+    headers = {"x-api-key": key}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        url = f"{place.apis[1]}/sandboxes/{parent.id}/fork"
+        for count, status in ((0, 400), (3, 429)):
+            async with session.post(url, json={"count": count}) as answer:
+                assert answer.status == status
+        # The simulated edges don't speak E2B's: what they refuse uses nothing up.
+        async with session.post(url, json={"count": 2}) as answer:
+            assert answer.status == 404
+    async with AsyncClient(place.apis[1], key) as client:
+        assert len(await (await client.connect(parent.id)).fork(2)) == 2
+
+
+async def test_the_pace_holds_for_forks_and_calls(place: ClusterPlace, root: AsyncClient) -> None:
+    key = await key_of(root, "paced", {"creates_per_s": 20})
+    async with AsyncClient(place.apis[0], key) as client:
+        parent = await client.create("debian", **SMALL)
+        began = time.monotonic()
+        for _ in range(3):
+            assert len(await parent.fork(20)) == 20
+        assert time.monotonic() - began > 1.0
+    began = time.monotonic()
+    for _ in range(3):
+        status, body = await post(place.apis[1], key, "/v1/functions", CALLS | {"calls": [{}] * 20})
+        assert (status, body.count(b"\n")) == (200, 20)
+    assert time.monotonic() - began > 1.0
+
+
+async def test_100_clients_call_at_once_within_the_quota(place: ClusterPlace, root: AsyncClient) -> None:
+    limit = 6
+    key = await key_of(root, "calls", {"cpus": limit})
+    asked = [post(place.apis[number % 2], key, "/v1/functions", CALLS) for number in range(100)]
+    statuses = Counter(status for status, _ in await asyncio.gather(*asked))
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] >= limit, "they wait for each other"
+    most = (await place.ask("look"))["most_calling"]["calls"]
+    assert 0 < most <= limit
+    # A batch that is larger than what is left runs with what is left.
+    status, body = await post(place.apis[0], key, "/v1/functions", CALLS | {"calls": [{}] * 50})
+    assert (status, body.count(b"\n")) == (200, 50)
+    assert (await place.ask("look"))["most_calling"]["calls"] <= limit
+
+
+async def test_what_has_no_share_is_refused_clearly_and_holds_none(place: ClusterPlace, root: AsyncClient) -> None:
+    key = await key_of(root, "none", {"sandboxes": 1, "backends": {"fncall": 0}})
+    async with AsyncClient(place.apis[0], key) as client:
+        parent = await client.create("debian", **SMALL)
+        with pytest.raises(QuotaExceeded) as refused:
+            await parent.fork(3)
+        assert (refused.value.details["project"], refused.value.details["limit"]) == ("none", "sandboxes")
+    judged = {"environment": "debian", "language": "python", "source": "1", "cases": [{}]}
+    for path, body in (
+        ("/v1/judge", judged),
+        ("/v1/functions", CALLS),
+        ("/run_code", {"code": "1", "language": "python"}),
+    ):
+        status, answer = await post(place.apis[1], key, path, body)
+        assert status == 429, path
+        assert b"fncall" in answer
+    for path in ("/v1/judge", "/v1/functions"):
+        assert (await post(place.apis[1], key, path, {"nothing": 1}))[0] == 400
