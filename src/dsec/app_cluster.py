@@ -43,6 +43,7 @@ from dsec.cluster.quotas import Bounds, Quotas
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.shipping import Shipper
 from dsec.cluster.spending import Spending
+from dsec.cluster.sweeping import Sweeper
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import ORDER_S, Joined, Made, Member
 from dsec.configuration import read_config
@@ -196,6 +197,7 @@ def serve_api(
     replicas: int,
     overflow: Path | None = None,
     log_bytes: int = 0,
+    sweep_s: float = 3600.0,
 ) -> int:
     """An apiserver, in the foreground until SIGTERM or SIGINT: see `open_cluster`. Returns the exit code. Raises
     `InvalidRequest`, `Unavailable`."""
@@ -217,6 +219,7 @@ def serve_api(
                     replicas=replicas,
                     overflow=elastic,
                     log_bytes=log_bytes,
+                    sweep_s=sweep_s,
                 )
             )
             server = ApiServer(api, listening.host, listening.port)
@@ -238,10 +241,11 @@ async def open_cluster(
     replicas: int,
     overflow: OverflowConfig | None = None,
     log_bytes: int = 0,
+    sweep_s: float = 3600.0,
 ) -> AsyncIterator[ClusterApi]:
     """An apiserver's parts. `cut_off_s`: without word from a majority of the servers for so long it takes no keys.
-    `log_bytes`: what the streams of logs may hold, all together (0: what the servers have room for). Raises
-    `Unavailable`."""
+    `log_bytes`: what the streams of logs may hold, all together (0: what the servers have room for). `sweep_s`: how
+    often records of moved sandboxes are looked through. Raises `Unavailable`."""
     instance = f"{APISERVER}-{secrets.token_hex(6)}"
     iam = Iam()
     bounds = Bounds(iam)
@@ -276,7 +280,8 @@ async def open_cluster(
             elastic = OverflowKeeper(overflow, nodes, machines, instance=instance, urls=bus.urls)
             elastic.start()
             undo.push_async_callback(elastic.close)
-        for each in (authority, keys, fresh, runs, moves):
+        sweeper = Sweeper(bus, moved, moves, nodes, upstream, sweep_s)
+        for each in (authority, keys, fresh, runs, moves, sweeper):
             each.start()
             undo.push_async_callback(each.close)
         await quotas.start()

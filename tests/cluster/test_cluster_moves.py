@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
-from cluster_kit import Cluster, running, until
+from cluster_kit import Cluster, eventually, running, until
+from nats.js import JetStreamContext
 
 from dsec import AsyncClient, AsyncSandbox, Cause
+from dsec.cluster.credentials import read_credentials
+from dsec.cluster.logs import SHARDS, all_of, shard_of, stream_of
 from dsec.errors import SandboxLost, SandboxNotFound
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
@@ -24,6 +28,7 @@ from trees import link_store
 pytestmark = pytest.mark.root
 SMALL: dict[str, Any] = {"memory_bytes": 64 << 20, "disk_bytes": 64 << 20}
 LOST_S = 6.0
+SWEEP_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
 
     def prepare(made: Cluster) -> None:
         made.use(made.edges, tls="")
-        made.use(made.apis, lost_after=str(LOST_S))
+        made.use(made.apis, lost_after=str(LOST_S), sweep_every=str(SWEEP_S))
 
     with running(directory, states, store=directory / "shared", prepare=prepare) as made:
         yield made
@@ -166,6 +171,56 @@ async def test_what_nobody_may_read_or_rebuild(cluster: Cluster, one: AsyncClien
     await one.kill(box.id)
 
 
+async def test_records_go_when_they_lead_nowhere(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    """Not while the sandbox lives, nor while its node knows how it ended, nor while there is a log to make it anew."""
+    boxes = [await on(one, cluster, 3) for _ in range(3)]
+    await asyncio.to_thread(cluster.post, "/v1/nodes/3/drain?deadline_s=60")
+    cluster.cordon(3, False)
+    over, logged, lives = (box.id for box in boxes)
+    await one.kill_many([over, logged])
+    await shipped(cluster)
+    user = read_credentials(cluster.directory / "keys" / "apiserver.json")
+    bus = await nats.connect(cluster.urls, nkeys_seed_str=user.seed, inbox_prefix="_INBOX.apiserver")
+    try:
+        streams = bus.jetstream()
+        records = await streams.key_value("dsec_moved")
+
+        async def recorded() -> set[str]:
+            return {key for key in await records.keys() if key in {over, logged, lives}}
+
+        for each in (over, lives):  # as 7 days would
+            await streams.purge_stream(stream_of(shard_of(each, SHARDS)), subject=all_of(each, SHARDS))
+        await asyncio.sleep(4 * SWEEP_S)
+        assert await recorded() == {over, logged, lives}
+        assert (await other.connect(over)).info.state is State.ENDED
+        for each in (over, logged):
+            forget(cluster, each)
+
+        async def one_went() -> bool:
+            return await recorded() == {logged, lives}
+
+        await eventually(one_went)
+        await asyncio.sleep(4 * SWEEP_S)
+        assert await recorded() == {logged, lives}
+        assert await kept_of(streams, over) == 0, "not even that it is gone"
+        for each_client in (one, other):
+            with pytest.raises(SandboxNotFound):
+                await each_client.connect(over)
+            with pytest.raises(SandboxNotFound):
+                await each_client.rebuild(over)
+            assert (await each_client.connect(lives)).info.state is State.RUNNING
+        assert (await other.rebuild(logged)).sandbox.id == logged
+        await one.kill_many([logged, lives])
+    finally:
+        await bus.close()
+
+
+async def kept_of(streams: JetStreamContext, sandbox_id: str) -> int:
+    """Messages that the bucket keeps of a record."""
+    info = await streams.stream_info("KV_dsec_moved", subjects_filter=f"$KV.dsec_moved.{sandbox_id}")
+    return sum((info.state.subjects or {}).values())
+
+
 def holder(cluster: Cluster, sandbox_id: str) -> int:
     """The edge whose record says that the sandbox runs."""
     found = []
@@ -175,3 +230,10 @@ def holder(cluster: Cluster, sandbox_id: str) -> int:
             found += [number] * len(rows.fetchall())
     assert len(found) == 1, found
     return found[0]
+
+
+def forget(cluster: Cluster, sandbox_id: str) -> None:
+    """As its nodes would a day after its end."""
+    for directory in cluster.states:
+        with sqlite3.connect(directory / "edge.db", timeout=10) as records:
+            records.execute("delete from sandboxes where id = ? and state = 'ended'", (sandbox_id,))

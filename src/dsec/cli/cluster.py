@@ -89,8 +89,22 @@ def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: A
 @click.option(
     "--log-mib", type=click.IntRange(0), default=0, help="What logs may take in the servers; 0: all there is."
 )
+@click.option(
+    "--sweep-every",
+    type=click.FloatRange(1, 86400),
+    default=3600.0,
+    show_default=True,
+    help="Seconds between two looks for records of moved sandboxes that are long over.",
+)
 def apiserver(
-    lost_after: float, cut_off_after: float, replicas: int, overflow: Path | None, log_mib: int, **options: Any
+    *,
+    lost_after: float,
+    cut_off_after: float,
+    replicas: int,
+    overflow: Path | None,
+    log_mib: int,
+    sweep_every: float,
+    **options: Any,
 ) -> int:
     """Run an apiserver of a cluster, in the foreground. It keeps nothing: any number may run, and any may die."""
     app = _app()
@@ -103,6 +117,7 @@ def apiserver(
             replicas=replicas,
             overflow=overflow,
             log_bytes=log_mib << 20,
+            sweep_s=sweep_every,
         )
     )
 

@@ -26,18 +26,20 @@ from nats.js.api import (
     ConsumerConfig,
     DeliverPolicy,
     DiscardPolicy,
+    Header,
     KeyValueConfig,
     StorageType,
     StreamConfig,
 )
 from nats.js.errors import (
+    APIError,
     BucketNotFoundError,
     KeyDeletedError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
     NotFoundError,
 )
-from nats.js.kv import KeyValue
+from nats.js.kv import KV_DEL, KV_OP, KeyValue
 
 from dsec.cluster.credentials import Credentials
 from dsec.errors import Unavailable
@@ -56,6 +58,8 @@ LOOK_S = 2.0
 PULSE = "pulse"
 """The key of a record that is written over and over, so that who follows knows how far it has come; nobody else hears
 of it."""
+_WRONG_SEQUENCE = (10071, 10164)
+"""What the server says where a revision isn't the last any more."""
 READ_STEP = 256
 """Messages of a stream that are asked for at once."""
 log = logging.getLogger("dsec.cluster")
@@ -162,6 +166,14 @@ class Bus:
                 await self._stream.delete_consumer(stream, info.name)
         return found
 
+    async def has(self, stream: str, subject: str) -> bool:
+        """Whether a stream has anything of a subject, which may be a pattern. Raises `Unavailable`."""
+        try:
+            info = await self._stream.stream_info(stream, subjects_filter=subject)
+        except (NatsError, TimeoutError, OSError) as error:
+            raise _unavailable(error) from error
+        return bool(info.state.subjects)
+
     async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]], *, group: str = "") -> None:
         """Call `heard` for what comes; of a `group` one hears each. It must not raise."""
         await self._client.subscribe(subject, queue=group, cb=heard)
@@ -176,7 +188,7 @@ class Bus:
             except BucketNotFoundError:
                 return await self._stream.create_key_value(config)
 
-        return Bucket(await _patiently(name, open_or_make), kind)
+        return Bucket(await _patiently(name, open_or_make), kind, self._stream, name)
 
     async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
         """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
@@ -238,10 +250,13 @@ class Log:
 class Bucket(Generic[T]):
     """Records of one kind by key."""
 
-    def __init__(self, store: KeyValue, kind: type[T]) -> None:
+    def __init__(self, store: KeyValue, kind: type[T], streams: JetStreamContext, name: str) -> None:
+        """Use `Bus.bucket`."""
         self.heard = 0
         """The last revision that `follow` has come to."""
         self._store = store
+        self._streams = streams
+        self._name = name
         self._decode = msgspec.json.Decoder(kind).decode
 
     async def get(self, key: str) -> tuple[int, T | None]:
@@ -278,6 +293,26 @@ class Bucket(Generic[T]):
         """Idempotent. Raises `Unavailable`."""
         try:
             await self._store.delete(key)
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def delete_if(self, key: str, revision: int) -> int | None:
+        """Delete it if it is still of this revision; the revision of what says so to those who follow, or None where it
+        isn't. Raises `Unavailable`: it may have happened."""
+        headers = {KV_OP: KV_DEL, Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision)}
+        try:
+            return int((await self._streams.publish(f"$KV.{self._name}.{key}", headers=headers)).seq)
+        except APIError as error:
+            if error.err_code in _WRONG_SEQUENCE:
+                return None
+            raise _unavailable(error) from error
+        except (NatsError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    async def clear(self, key: str, revision: int) -> None:
+        """Leave nothing of a key up to a revision, without a word to those who follow. Raises `Unavailable`."""
+        try:
+            await self._streams.purge_stream(f"KV_{self._name}", seq=revision + 1, subject=f"$KV.{self._name}.{key}")
         except (NatsError, TimeoutError) as error:
             raise _unavailable(error) from error
 

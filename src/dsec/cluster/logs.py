@@ -87,6 +87,11 @@ def subject_of(sandbox_id: str, edge: int, generation: int, shards: int) -> str:
     return f"dsec.log.{shard_of(sandbox_id, shards)}.{edge}.{sandbox_id}.{generation}"
 
 
+def all_of(sandbox_id: str, shards: int) -> str:
+    """Whatever any edge published of a sandbox."""
+    return f"dsec.log.{shard_of(sandbox_id, shards)}.*.{sandbox_id}.*"
+
+
 def pack(shipment: Shipment, lines: list[bytes]) -> bytes:
     """A message."""
     return b"".join([_encode(shipment), b"\n", *lines])

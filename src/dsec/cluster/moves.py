@@ -106,6 +106,10 @@ class Moves:
 
     # --- where ------------------------------------------------------------------------------------------------------
 
+    def known(self) -> list[str]:
+        """Those that aren't where their ids say."""
+        return list(self._known)
+
     def edge_of(self, sandbox_id: str) -> int:
         """The node that may have a sandbox. Raises `SandboxNotFound` for what is no id."""
         known = self._known.get(sandbox_id)

@@ -22,7 +22,7 @@ from dsec.edge.client import EdgeClient, Principal
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
-from dsec.edge.rebuild import Replay, bases_of, chain_of, networks_of
+from dsec.edge.rebuild import Replay, bases_of, chain_of, grounds_of, networks_of
 from dsec.edge.specs import learn, resolve
 from dsec.edge.trajectory import REUSABLE, Trajectories
 from dsec.errors import Conflict, DsecError, NotFound, Unsupported
@@ -118,7 +118,7 @@ class Moving:
         entries = chain_of(lines, sandbox_id)
         for network in networks_of(entries):
             self._edge.check_grants(principal, network)
-        replay = await self._best(request, principal, lines, bodies)
+        replay, names = await self._best(request, principal, lines, bodies)
 
         async def make(spec: SandboxSpec) -> str:
             generations.begin(sandbox_id, generation)
@@ -127,7 +127,7 @@ class Moving:
         self._coming.add(sandbox_id)
         try:
             rebuilt = await replay.run(make)
-            self._trajectories.rebuilt(sandbox_id, generation, len(entries))
+            self._trajectories.rebuilt(sandbox_id, generation, len(entries), names)
             await generations.shipped(sandbox_id)
         except BaseException:
             await asyncio.shield(self._end(sandbox_id, "its rebuild here failed"))
@@ -141,9 +141,10 @@ class Moving:
 
     async def _best(
         self, request: RebuildRequest, principal: Principal, lines: list[bytes], bodies: Mapping[str, bytes]
-    ) -> Replay:
-        """A replay from the last snapshot that can be had here."""
+    ) -> tuple[Replay, list[str]]:
+        """A replay from the last snapshot that can be had here, and the names of all that it stands on."""
         entries = chain_of(lines, request.sandbox)
+        before = grounds_of(entries)
         restore = functools.partial(self._trajectories.restore, bodies.get)
         for base in (*bases_of(entries, request), None):
             replay = Replay(
@@ -151,17 +152,17 @@ class Moving:
                 restore=restore, base=base, in_place=True,
             )  # fmt: skip
             spec = replay.spec()
-            try:
-                if base is not None:  # layers may be used where a name here stands for them
-                    named = replace(spec, environment=base.name, layers=[])
-                    await learn([named], principal.project, self._backends)
+            names = before if base is None else [*before, base.name]
+            try:  # layers may be used where a name here stands for them
+                named = [replace(spec, environment=name, layers=[]) for name in names]
+                await learn(named, principal.project, self._backends)
                 await learn([spec], principal.project, self._backends)
                 resolve(spec, principal.project, self._backends)
             except (NotFound, Unsupported):
                 if base is None:
                     raise
             else:
-                return replay
+                return replay, names
         raise AssertionError
 
     async def hand_over(self, sandbox_id: str, generations: Generations) -> None:

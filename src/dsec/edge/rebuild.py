@@ -353,6 +353,11 @@ def bases_of(entries: list[Entry], request: RebuildRequest) -> list[Base]:
     ]
 
 
+def grounds_of(entries: list[Entry]) -> list[str]:
+    """Snapshots that it was made from when it was rebuilt on nodes before: its layers are known by these names."""
+    return [name for entry in entries if entry.type == EntryType.REBUILT for name in entry.data.get("snapshots", ())]
+
+
 def networks_of(entries: list[Entry]) -> list[Network]:
     """All that it was ever allowed to reach: whoever rebuilds it has to be able to grant that."""
     found = [entries[0].data["spec"].get("network") or {}]

@@ -319,9 +319,10 @@ class Trajectories:
         given = {name: value for name, value in data.items() if value not in (None, False)}
         self._append(sandbox_id, kind, _with_request(given), last_room=True)
 
-    def rebuilt(self, sandbox_id: str, generation: int, entries: int) -> None:
-        """All of another node's log has been done again here. Raises `Unavailable`."""
-        self._append(sandbox_id, EntryType.REBUILT, {"generation": generation, "entries": entries})
+    def rebuilt(self, sandbox_id: str, generation: int, entries: int, snapshots: list[str]) -> None:
+        """All of another node's log has been done again here, from these `snapshots`. Raises `Unavailable`."""
+        data: dict[str, Any] = {"generation": generation, "entries": entries}
+        self._append(sandbox_id, EntryType.REBUILT, data | ({"snapshots": snapshots} if snapshots else {}))
 
     def settled(self, sandbox_id: str) -> asyncio.Future[Any]:
         """All of this log is on disk, and in the cluster where there is one. Fails with `Unavailable`."""

@@ -44,7 +44,9 @@ class EntryType(StrEnum):
     SESSION_CLOSED = "session_closed"  # session
     NETWORK = "network"  # policy: what it may reach from now on
     MUTED = "events_muted"  # taken_over: from here on what agents cause is in the event log alone
-    REBUILT = "rebuilt"  # generation, entries: it was made again here, under its id, from its log on another node
+    REBUILT = (
+        "rebuilt"  # generation, entries, snapshots: it was made again here, under its id, from its log on another node
+    )
     END = "end"  # cause, infra, message: the last one
 
 
