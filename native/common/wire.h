@@ -154,6 +154,8 @@ enum dsec_kind {
                               (STAGE_CONNECT) */
     DSEC_WAY_OUT = 10,     /* of a virtual machine: the way out of its programs, served until RELEASE; see WAYS OUT. start_failed
                               (STAGE_WAY_OUT) where its kernel lacks what that takes */
+    DSEC_LOOK = 11,        /* of a virtual machine: what its programs do with files, told until RELEASE; see LOOKING OUT. ARGV+: what for.
+                              start_failed (STAGE_LOOK) where its kernel lacks what that takes */
 };
 
 enum dsec_tag {
@@ -222,7 +224,7 @@ enum dsec_end {
 };
 enum dsec_stage {
     STAGE_NONE = 0, STAGE_USER = 1, STAGE_CWD = 2, STAGE_EXEC = 3, STAGE_FORK = 4, STAGE_CGROUP = 5, STAGE_FILE = 6, STAGE_REQUEST = 7,
-    STAGE_TERMINAL = 8, STAGE_CONNECT = 9, STAGE_WAY_OUT = 10,
+    STAGE_TERMINAL = 8, STAGE_CONNECT = 9, STAGE_WAY_OUT = 10, STAGE_LOOK = 11,
 };
 #define EXIT_TRUNCATED 1   /* flags: output was lost to the cap */
 
@@ -269,6 +271,22 @@ enum dsec_flow {
     FLOW_CREDIT = 6,             /* u32: at least 1 */
     FLOW_QUERY = 7,              /* from the guest: a DNS query */
     FLOW_ANSWER = 8,             /* from the edge: the answer to it */
+};
+
+/* LOOKING OUT. What a machine's own kernel (fanotify) says that programs do, as records on stdout. Whoever is root inside can forge or
+ * stop them. Each ARGV is a letter and a path: F a file that is told of whoever opens or changes it, by whatever name; r, w, m, s patterns of
+ * files that are read, written (or created, or renamed to), removed, started. In a pattern * and ? stay within a name, a name that is ** is
+ * any number of directories, also none; at the end also the directory itself. A record:
+ *   u8 kind, u8 words, u16 size of the text, u32 pid, u32 uid; text: path, program, then as many words of its command line, then its parents
+ *   ("PID PROGRAM", the nearest first), each with a NUL. An empty program: it had ended.
+ * The guest's own work for the edge isn't told of. */
+#define DSEC_LOOK_HEADER 12
+#define DSEC_LOOK_TEXT 12288
+#define DSEC_LOOK_WORDS 64
+enum dsec_look {
+    LOOK_READY = 1,              /* the first: from here on it is told */
+    LOOK_READ = 2, LOOK_WRITE = 3, LOOK_REMOVE = 4, LOOK_START = 5,
+    LOOK_LOST = 6,               /* more happened than could be told */
 };
 
 /* Descriptors that the zygote hands to the guest by execve:

@@ -337,6 +337,7 @@ void file_call(const struct request *request, int report) {
     sigprocmask(SIG_SETMASK, &none, NULL);
     if (request->kind == DSEC_CONNECT) connect_and_pump(request, report);
     else if (request->kind == DSEC_WAY_OUT) serve_way_out(report);
+    else if (request->kind == DSEC_LOOK) look_out(request, report);
     else CALLS[request->kind](request);
     _exit(0);
 }

@@ -267,7 +267,7 @@ struct identity {
 int user_resolve(const char *spec, struct identity *identity); /* spec NULL: root; blocking: for the child */
 int user_become(const struct identity *identity);
 
-/* --- files.c, tree.c, inotify.c, connect.c, wayout.c ------------------------------------------------------------------------------------------------------- */
+/* --- files.c, tree.c, inotify.c, connect.c, wayout.c, lookout.c ------------------------------------------------------------------------------------------------------- */
 
 struct place { /* a directory and a name in it */
     int dir;
@@ -278,6 +278,7 @@ _Noreturn void file_fail(int error, const char *what);
 void watch_tree(const struct request *request);
 void connect_and_pump(const struct request *request, int report);
 _Noreturn void serve_way_out(int report);
+_Noreturn void look_out(const struct request *request, int report);
 bool is_temporary(const char *name, bool *fresh); /* of a WRITE under way; fresh: its target didn't exist */
 int open_path(int dir, const char *path, uint64_t flags); /* a descriptor; ends the call where it fails */
 void refuse_procfs(int fd);

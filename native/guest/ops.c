@@ -253,9 +253,9 @@ void op_start(uint64_t id, uint8_t *data, size_t size) {
         error = -EEXIST;
         why = "an operation with this key exists";
     }
-    if (!error && request.kind == DSEC_WAY_OUT && !guest.machine) { /* elsewhere the zygote makes it, in a net namespace of its own */
+    if (!error && (request.kind == DSEC_WAY_OUT || request.kind == DSEC_LOOK) && !guest.machine) { /* elsewhere it is done from outside */
         error = -EOPNOTSUPP;
-        why = "only a virtual machine's guest serves a way out";
+        why = "only a virtual machine's guest does this";
     }
     if (!error && !(op = calloc(1, sizeof *op + request.key_size))) {
         error = -ENOMEM;

@@ -10,7 +10,7 @@ struct limit { /* numbers that are refused above it */
     uint64_t most;
 };
 static const struct limit LIMITS[] = {
-    {TAG_KIND, DSEC_WAY_OUT},
+    {TAG_KIND, DSEC_LOOK},
     {TAG_FLAGS, EF_STDIN | EF_KILL_LEFTOVERS | EF_MERGE | EF_PTY | EF_PATIENT},
     {TAG_FILE_FLAGS, FF_PARENTS | FF_RECURSIVE | FF_FOLLOW | FF_EXCL | FF_APPEND},
     {TAG_MODE, 07777},
@@ -95,6 +95,10 @@ static int complete(const struct request *request, const char **why) {
         return !request->path == !request->port ? -EINVAL : 0;
     }
     if (request->kind == DSEC_WAY_OUT) return 0;
+    if (request->kind == DSEC_LOOK) {
+        *why = "ARGV is missing";
+        return request->argc ? 0 : -EINVAL;
+    }
     *why = "PATH is missing";
     if (!request->path) return -EINVAL;
     *why = "PATH2 is missing";

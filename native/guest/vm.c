@@ -120,7 +120,7 @@ bool vm_command_line(const char *name, char *value, size_t capacity) {
     return true;
 }
 
-static bool find_disk(const char *serial, char *path, size_t capacity) {
+bool vm_find_disk(const char *serial, char *path, size_t capacity) {
     char disks[2048], *rest = disks, *name;
     if (vm_find_device("/sys/block", "serial", serial, path, capacity)) return true;
     if (!vm_command_line("dsec.disks=", disks, sizeof disks)) return false;
@@ -134,9 +134,9 @@ static void mount_layers(void) {
     for (int i = 0; i < MOST_LAYERS; i++) {
         char serial[16], image[80], data[80], target[16], options[100] = "";
         snprintf(serial, sizeof serial, "m%d", i);
-        if (!find_disk(serial, image, sizeof image)) break;
+        if (!vm_find_disk(serial, image, sizeof image)) break;
         snprintf(serial, sizeof serial, "d%d", i);
-        if (find_disk(serial, data, sizeof data)) snprintf(options, sizeof options, "device=%s", data);
+        if (vm_find_disk(serial, data, sizeof data)) snprintf(options, sizeof options, "device=%s", data);
         snprintf(target, sizeof target, "/l/%d", i);
         must_mount(image, target, "erofs", MS_RDONLY | MS_NOATIME, options);
     }
@@ -189,7 +189,7 @@ static void mount_root(void) {
         if (access(path, F_OK)) break;
         used += (size_t)snprintf(options + used, sizeof options - used, "%s%s", i ? ":" : "", path);
     }
-    if (!find_disk("disk", device, sizeof device)) vm_give_up("find the disk", ENODEV);
+    if (!vm_find_disk("disk", device, sizeof device)) vm_give_up("find the disk", ENODEV);
     mkdir("/disk", 0700);
     must("mount the disk", mount(device, "/disk", "ext4", MS_NOATIME, NULL));
     mkdir("/disk/upper", 0755);

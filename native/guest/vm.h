@@ -15,6 +15,7 @@ bool vm_command_line(const char *name, char *value, size_t capacity);
 bool vm_find_device(const char *class, const char *attribute, const char *value, char *path, size_t capacity);
 
 void vm_limit(uint64_t pids, bool no_new_privs); /* of what runs in the machine from now on */
+bool vm_find_disk(const char *serial, char *path, size_t capacity);
 
 void port_open(void);  /* or begin to listen for it */
 bool port_stays(void); /* it is one for good */

@@ -18,6 +18,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.functions import FunctionBatch, FunctionResult
 from dsec.spec.operations import Chunk, Kind, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxSpec
+from dsec.wire.looks import Look
 
 
 class Clock(Protocol):
@@ -138,7 +139,7 @@ class Operation(Protocol):
 
 def is_under_way(operation: Operation) -> bool:
     """It has not ended, and is somebody's: not the edge's own."""
-    return operation.end is None and operation.kind is not Kind.WAY_OUT
+    return operation.end is None and operation.kind not in (Kind.WAY_OUT, Kind.LOOK)
 
 
 class GuestChannel(Protocol):
@@ -237,6 +238,21 @@ class WatchedHost(Protocol):
     @property
     def pid(self) -> int:
         """The host's number of its first process."""
+        ...
+
+
+@runtime_checkable
+class TellingHost(Protocol):
+    """What an `Instance` may be besides: one whose own kernel can be asked what its programs do. It is a claim: whoever
+    is root inside can forge it, or have nothing said."""
+
+    async def look(self, wanted: Sequence[bytes], seen: Callable[[Look | str], None]) -> None:
+        """From now on `seen` is told of what is wanted (native/common/wire.h, LOOKING OUT), or in words why something
+        may have been missed; on the event loop. Raises `Unsupported` where it can't, `Unavailable`."""
+        ...
+
+    async def end_look(self) -> None:
+        """Hear nothing any more. Idempotent."""
         ...
 
 

@@ -21,7 +21,7 @@ from test_egress import (  # noqa: F401
 )
 
 import dsec
-from dsec.errors import CreateFailed, Unsupported
+from dsec.errors import CreateFailed
 from dsec.spec.causes import Cause
 from dsec.spec.tripwires import NetworkRule
 from server_kit import PATIENCE_S
@@ -177,8 +177,6 @@ def test_a_tripwire_for_what_is_refused(there: World) -> None:
             time.sleep(0.1)
         hit = next(each.data for each in events(box) if each.type == "tripwire")
         assert (hit["rule"], hit["act"], hit["path"]) == ("evil", "refused", "x.evil.example")
-    with pytest.raises(Unsupported, match="kind network"):
-        there.client.create(msgspec.structs.replace(SMALL, tripwires=["default"]))
 
 
 def test_its_processes_end_is_its_own_loss(there: World, box: dsec.Sandbox) -> None:

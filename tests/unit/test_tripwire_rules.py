@@ -50,6 +50,15 @@ def test_globs(glob: str, path: str, matches: bool) -> None:
     assert hit(glob, path) is matches
 
 
+def test_what_a_machine_is_asked_for() -> None:
+    wanted = plan(
+        DecoyRule(id="d", path="~/.env"),
+        PathRule(id="p", paths=["/etc/x", "**/t/**"], on=["read", "remove"]),
+        ProcessRule(id="s", exe=["**/nmap"]),
+    ).wanted()
+    assert wanted == [b"F/h/.env", b"F/etc/x", b"r/etc/x", b"r/**/t/**", b"m/etc/x", b"m/**/t/**", b"s/**/nmap"]
+
+
 def test_moving_away_a_directory_above_what_is_watched_counts() -> None:
     assert hit("/work/project/tests/**", "/work/project", "remove")
     assert hit("/work/project/tests/x", "/work", "remove")

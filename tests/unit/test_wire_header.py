@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsec.spec import operations
-from dsec.wire import entries, events, flows, frames, session
+from dsec.wire import entries, events, flows, frames, looks, session
 
 HEADER = Path(__file__).parents[2] / "native" / "common" / "wire.h"
 TEXT = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)
@@ -39,6 +39,7 @@ def members(enum: type[IntEnum] | type[IntFlag]) -> dict[str, int]:
         ("dsec_end", "END_", operations.EndKind),
         ("dsec_stage", "STAGE_", operations.Stage),
         ("dsec_flow", "FLOW_", flows.FlowKind),
+        ("dsec_look", "LOOK_", looks.LookKind),
     ],
 )
 def test_enums_agree(name: str, prefix: str, ours: type[IntEnum] | type[IntFlag]) -> None:
@@ -74,6 +75,9 @@ def test_every_frame_type_has_a_rule() -> None:
         ("DSEC_FLOW_DATA", flows.MAX_DATA),
         ("DSEC_FLOW_WINDOW", flows.WINDOW),
         ("DSEC_MAX_FLOWS", flows.MAX_FLOWS),
+        ("DSEC_LOOK_HEADER", looks.HEADER_SIZE),
+        ("DSEC_LOOK_TEXT", looks.MAX_TEXT),
+        ("DSEC_LOOK_WORDS", looks.MAX_WORDS),
         ("EXIT_TRUNCATED", session.EXIT_TRUNCATED),
     ],
 )

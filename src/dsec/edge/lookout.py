@@ -1,5 +1,5 @@
-"""What is seen of a sandbox without a look into it: what its network policy refused it. All that there is for one whose
-kernel is its own, of which nothing that it says of itself is evidence."""
+"""What is seen of a sandbox without a look into it: what its network policy refused it. Of one whose kernel is its own
+nothing else is evidence."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Hit(Struct, frozen=True):
     time: float
 
 
-Raise = Callable[[Hit | None], None]
-"""None: events were lost."""
+Raise = Callable[[Hit | str], None]
+"""A text: why events were lost."""
+OVERFLOW = "more happened than could be looked at"
 
 
 class Lookout:

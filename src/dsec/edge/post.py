@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dsec.edge.evidence import argv_of, exe_of, look, shown
-from dsec.edge.lookout import Hit, Lookout, Raise
+from dsec.edge.lookout import OVERFLOW, Hit, Lookout, Raise
 from dsec.kernel.fanotify import NAMES, Event, Group, Mask, handle_of, open_inside
 from dsec.plan.tripwires import Matches, Pace, Plan, Seen
 from dsec.spec.tripwires import Rule, Touch
@@ -169,7 +169,7 @@ class Post(Lookout):
         for event in events:
             if event.mask & Mask.OVERFLOW:
                 if self._lost.hit(time.monotonic()):
-                    self._raise(None)
+                    self._raise(OVERFLOW)
             elif group is self.names:
                 if event.pid != _SELF():
                     self._name_event(event)

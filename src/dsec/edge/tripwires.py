@@ -23,10 +23,11 @@ from dsec.edge.post import EXPECTED_S, Post
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sentry import Sentry
 from dsec.edge.tasks import log, quiet
+from dsec.edge.told import Told
 from dsec.errors import Conflict, CreateFailed, DsecError, FileError
 from dsec.kernel.syscalls import KernelError
-from dsec.plan.tripwires import Plan, from_outside, resolve
-from dsec.ports import Instance, WatchedHost
+from dsec.plan.tripwires import Plan, from_outside, from_within, resolve
+from dsec.ports import Instance, TellingHost, WatchedHost
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
 from dsec.spec.sandbox import PausedBy, SandboxSpec
@@ -69,14 +70,19 @@ class Tripwires:
         `CreateFailed`."""
         if not spec.tripwires:
             return
-        watched = isinstance(instance, WatchedHost)
-        rules = resolve(spec.tripwires) if watched else from_outside(spec.tripwires)
+        left_out: list[str] = []
+        if isinstance(instance, WatchedHost):
+            rules = resolve(spec.tripwires)
+        elif isinstance(instance, TellingHost):
+            rules, left_out = from_within(spec.tripwires)
+        else:
+            rules = from_outside(spec.tripwires)
         plan = Plan(rules, home=_home(spec), workdir=spec.workdir)
         canary = self.canary(sandbox_id)
         missing = await self._put_decoys(plan, spec, instance, canary) if fresh else []
         loop = asyncio.get_running_loop()
 
-        def raises(hit: Hit | None) -> None:
+        def raises(hit: Hit | str) -> None:
             loop.call_soon_threadsafe(self._hit, sandbox_id, hit)
 
         if isinstance(instance, WatchedHost):
@@ -86,9 +92,15 @@ class Tripwires:
                 raise CreateFailed(f"its tripwires can't be armed: {error}", remedy="See `dsec doctor`.") from error
             self._posts[sandbox_id] = post
             self._sentry.add(post)
+        elif isinstance(instance, TellingHost) and plan.wanted():
+            told = Told(plan, raises)
+            await instance.look(plan.wanted(), told.hear)
+            self._posts[sandbox_id] = told
         else:
             self._posts[sandbox_id] = Lookout(plan, raises)
         data: dict[str, Any] = {"rules": len(plan.rules), "canary": canary}
+        if left_out:
+            data["not_watched"] = left_out
         if missing:
             data["missing_decoys"] = missing
         self._events.add(sandbox_id, EventType.TRIPWIRES_ARMED, data)
@@ -141,9 +153,9 @@ class Tripwires:
 
     # --- hits ---
 
-    def _hit(self, sandbox_id: str, hit: Hit | None) -> None:
-        if hit is None:
-            self._events.add(sandbox_id, EventType.TRIPWIRES_LOST, {"message": "more happened than could be looked at"})
+    def _hit(self, sandbox_id: str, hit: Hit | str) -> None:
+        if isinstance(hit, str):
+            self._events.add(sandbox_id, EventType.TRIPWIRES_LOST, {"message": hit})
             return
         rule = hit.rule
         data: dict[str, Any] = {

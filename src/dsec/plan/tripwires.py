@@ -68,16 +68,31 @@ def resolve(tripwires: Sequence[str | Rule]) -> list[Rule]:
     return list(found.values())
 
 
+def from_within(tripwires: Sequence[str | Rule]) -> tuple[list[Rule], list[str]]:
+    """As `resolve`, for a sandbox with a kernel of its own that tells what happens in it; and the ids of those rules of
+    sets that mean nothing there: it has no masks. Raises `Unsupported` too, for such a rule that isn't of a set."""
+    for each in tripwires:
+        if isinstance(each, MaskedRule):
+            raise Unsupported(
+                f"rule {each.id!r}: a machine has no masked files, its /proc and /sys are its own kernel's",
+                remedy="Leave it out, or use a container.",
+                field="tripwires",
+            )
+    rules = resolve(tripwires)
+    left_out = [rule.id for rule in rules if isinstance(rule, MaskedRule)]
+    return [rule for rule in rules if not isinstance(rule, MaskedRule)], left_out
+
+
 def from_outside(tripwires: Sequence[str | Rule]) -> list[Rule]:
-    """As `resolve`, for a sandbox with a kernel of its own, into which nobody can look. Raises `Unsupported` too, for
-    rules about what happens in there."""
+    """As `resolve`, for a sandbox into which nobody can look. Raises `Unsupported` too, for rules about what happens in
+    there."""
     rules = resolve(tripwires)
     inside = [rule.id for rule in rules if not isinstance(rule, NetworkRule)]
     if inside:
         raise Unsupported(
-            "of a machine only tripwires of the kind network can be watched: its files and processes are its own "
-            f"kernel's, and so can't be seen for {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}",
-            remedy="Leave them out, or use a container.",
+            "of a machine without a guest of ours only tripwires of the kind network can be watched: its files and "
+            f"processes can't be seen for {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}",
+            remedy="Leave them out, or use a disk with our guest, a microVM or a container.",
             field="tripwires",
         )
     return rules
@@ -140,6 +155,7 @@ class Plan:
     def __init__(self, rules: Iterable[Rule], *, home: str, workdir: str) -> None:
         """`home`: what `~` stands for."""
         self.rules = list(rules)
+        self._home = home
         self.by_id = {rule.id: rule for rule in self.rules}
         self.decoys = {_expand(r.path, home): r for r in self.rules if isinstance(r, DecoyRule)}
         self._paths = [_Paths(rule, home) for rule in self.rules if isinstance(rule, PathRule)]
@@ -170,6 +186,18 @@ class Plan:
         """Where directories are looked for, at the start, whose entries must be watched."""
         self.directories = sorted({base for g in changed if (base := _base(g)) is not None})
         """Directories whose entries must be watched, if they match anything."""
+
+    def wanted(self) -> list[bytes]:
+        """What a machine's guest is asked to tell (native/common/wire.h, LOOKING OUT). It tells more than hits."""
+        found = [f"F{path}" for path in (*self.decoys, *self.fixed)]
+        letters: tuple[tuple[Touch, str], ...] = (("read", "r"), ("write", "w"), ("remove", "m"))
+        for touch, letter in letters:
+            for each in self._paths:
+                if touch in each.on:
+                    found += [letter + _rooted(_expand(glob, self._home)) for glob in each.rule.paths]
+        for rule, _, _ in self._programs:
+            found += ["s" + _rooted(_expand(glob, self._home)) for glob in rule.exe]
+        return [text.encode() for text in dict.fromkeys(found)]
 
     def masked(self, path: str) -> list[Rule]:
         """Rules about a mask over `path`."""
@@ -231,6 +259,11 @@ class Pace:
 
 def _expand(glob: Glob, home: str) -> str:
     return home + glob[1:] if glob.startswith("~/") else glob
+
+
+def _rooted(glob: str) -> str:
+    """The same, beginning with a slash."""
+    return f"/{glob}" if glob.startswith("**/") else glob
 
 
 def _base(glob: str) -> str | None:

@@ -22,6 +22,8 @@ class Kind(IntEnum):
     CONNECT = 9
     WAY_OUT = 10
     """The edge's own: no caller's, and nothing that keeps a sandbox busy."""
+    LOOK = 11
+    """The same."""
 
 
 class ExecFlag(IntFlag):
@@ -65,6 +67,7 @@ class Stage(IntEnum):
     TERMINAL = 8
     CONNECT = 9
     WAY_OUT = 10
+    LOOK = 11
 
 
 class OpRequest(Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from dsec.errors import DsecError
 from dsec.kernel import paging
 from dsec.ports import GuestChannel, InstanceEnd, PagedOut, Usage
 from dsec.vmm.flow import Connected
+from dsec.vmm.looking import MachineLook, Seen
 from dsec.vmm.machine import Machine
 from dsec.vmm.network import MachineNetwork, Query
 from dsec.wire.session import Status
@@ -68,6 +69,7 @@ class MachineInstance:
         self.adopted = False
         """An earlier edge made it."""
         self._network: MachineNetwork | None = None
+        self._look: MachineLook | None = None
         self._end: asyncio.Future[InstanceEnd] = asyncio.get_running_loop().create_future()
 
     @property
@@ -176,6 +178,25 @@ class MachineInstance:
         if network is not None:
             network.stop()
 
+    async def look(self, wanted: Sequence[bytes], seen: Seen) -> None:
+        """As in `ports.TellingHost`; who is waited for as in `serve_network`."""
+        await self.end_look()
+        look = self._look = MachineLook(self._sandbox_id, self._channel, wanted, seen)
+        look.start()
+        if self.adopted or self.frozen:
+            return
+        try:
+            await look.ready()
+        except BaseException:
+            await self.end_look()
+            raise
+
+    async def end_look(self) -> None:
+        """As in `ports.TellingHost`."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.stop()
+
     def note_end(self, end: InstanceEnd) -> None:
         """It is gone by itself."""
         if not self._end.done():
@@ -185,4 +206,6 @@ class MachineInstance:
         """It is destroyed, or left to the next edge: nobody here hears of its end any more."""
         if self._network is not None:
             self._network.stop()
+        if self._look is not None:
+            self._look.stop()
         self._end.cancel()

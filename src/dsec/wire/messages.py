@@ -225,6 +225,7 @@ _STAGES = {
     Stage.TERMINAL: "cannot make a terminal",
     Stage.CONNECT: "cannot connect",
     Stage.WAY_OUT: "the kernel inside cannot lead its programs out",
+    Stage.LOOK: "the kernel inside cannot tell what its programs do",
 }
 
 

@@ -21,7 +21,7 @@ from dsec.channel import Spool
 from dsec.channel.movable import MovableChannel
 from dsec.errors import DsecError, InvalidRequest, Unsupported
 from dsec.kernel.cgroups import Slot
-from dsec.plan.tripwires import from_outside
+from dsec.plan.tripwires import from_within
 from dsec.ports import Captured, Clock, Handle, InstanceEnd
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec
@@ -98,7 +98,7 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
     def check(self, spec: SandboxSpec) -> None:
         kernel = self.node.kernel()
         self._check_alike(spec, "a microVM", LEAST_MEMORY, self.node.driver.most_vcpus)
-        from_outside(spec.tripwires)
+        from_within(spec.tripwires)
         if spec.network and not kernel.leads_out:
             raise Unsupported(
                 f"the kernel of microVMs here ({kernel.release}) was imported without what a network by name takes",

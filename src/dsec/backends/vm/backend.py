@@ -28,7 +28,7 @@ from dsec.errors import (
     QuotaExceeded,
     Unsupported,
 )
-from dsec.plan.tripwires import from_outside
+from dsec.plan.tripwires import from_outside, from_within
 from dsec.ports import Clock, Handle, InstanceEnd
 from dsec.spec.sandbox import SandboxSpec
 from dsec.spec.screen import Checkpoint
@@ -102,8 +102,11 @@ class VmBackend(MachineBackend[FullNode, FullInstance]):
 
     def check(self, spec: SandboxSpec) -> None:
         self._check_alike(spec, "a full machine", LEAST_MEMORY, MOST_VCPUS)
-        from_outside(spec.tripwires)
         image = self._image(spec)
+        if image.traits.guest:
+            from_within(spec.tripwires)
+        else:
+            from_outside(spec.tripwires)
         if spec.disk_bytes < image.size_bytes:
             raise InvalidRequest(
                 f"the disk {spec.environment!r} has {image.size_bytes} bytes: a machine's can't be smaller",
