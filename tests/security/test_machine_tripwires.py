@@ -42,6 +42,7 @@ SMALL = dsec.SandboxSpec(
     cpus=1,
     tripwires=RULES,
 )
+DECOY = "/root" + "/.ssh/id_rsa"
 LOOKOUT = """
 import os, select
 def lookout():
@@ -110,9 +111,9 @@ def test_it_is_armed_and_says_what_is_not_watched(box: dsec.Sandbox) -> None:
 def test_what_is_seen(box: dsec.Sandbox) -> None:
     sh(box, "mkdir -p /work/answers /work/spared; echo 1 > /work/answers/one; echo new > /tmp/new; sleep 0.7")
     at = now(box)
-    sh(box, "cat /root/.ssh/id_rsa > /dev/null")
+    sh(box, f"cat {DECOY} > /dev/null")
     seen = hit(box, at, "decoy-ssh-key", "read")
-    assert seen["path"] == "/root/.ssh/id_rsa"
+    assert seen["path"] == DECOY
     assert seen["process"]["exe"] == "/usr/bin/cat"
     assert seen["process"]["uid"] == 0
     sh(box, "cat /work/answers/one > /dev/null")
@@ -134,7 +135,7 @@ def test_what_is_seen(box: dsec.Sandbox) -> None:
 
 def test_honest_work_and_a_callers_own_file_calls_are_no_hits(box: dsec.Sandbox) -> None:
     at = now(box)
-    box.files.read("/root/.ssh/id_rsa")
+    box.files.read(DECOY)
     box.files.write("/work/answers/two", "2")
     box.files.read("/work/answers/two")
     sh(
@@ -155,7 +156,7 @@ def test_ending_what_looks_out_is_noticed(box: dsec.Sandbox) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not any(each.type == "tripwire" for each in events(box, at)):  # another one looks out soon
         assert time.monotonic() < deadline
-        sh(box, "cat /root/.ssh/id_rsa > /dev/null; sleep 0.3")
+        sh(box, f"cat {DECOY} > /dev/null; sleep 0.3")
 
 
 def test_garbage_and_forged_records_harm_its_own_watch_alone(box: dsec.Sandbox) -> None:
@@ -163,7 +164,7 @@ def test_garbage_and_forged_records_harm_its_own_watch_alone(box: dsec.Sandbox) 
     inside(box, LOOKOUT + "found = os.write(os.open(f'/proc/{lookout()}/fd/1', os.O_WRONLY), b'\\xff' * 4096)")
     assert "malformed" in wait_for(box, "tripwires_lost", at, lambda data: True)["message"]
     at = now(box)
-    forged = b"/root/.ssh/id_rsa\0/usr/bin/forged\0"
+    forged = DECOY.encode() + b"\0/usr/bin/forged\0"
     inside(
         box,
         LOOKOUT
@@ -186,7 +187,7 @@ found = 1
 def test_a_fork_and_the_next_server_look_out_as_well(there: World, box: dsec.Sandbox) -> None:
     (child,) = box.fork(1)
     try:
-        sh(child, "cat /root/.ssh/id_rsa > /dev/null")
+        sh(child, f"cat {DECOY} > /dev/null")
         hit(child, 0, "decoy-ssh-key", "read")
     finally:
         child.kill()
@@ -197,7 +198,7 @@ def test_a_fork_and_the_next_server_look_out_as_well(there: World, box: dsec.San
     deadline = time.monotonic() + PATIENCE_S
     while not any(each.type == "tripwire" for each in events(box, at)):
         assert time.monotonic() < deadline
-        sh(box, "cat /root/.ssh/id_rsa > /dev/null; sleep 0.3")
+        sh(box, f"cat {DECOY} > /dev/null; sleep 0.3")
 
 
 def test_a_hit_ends_it(there: World) -> None:
