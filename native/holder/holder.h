@@ -8,7 +8,8 @@
  * DEATH. Without a listener, holes would read as zeros. So whoever keeps this program running asks for TAKE and holds duplicates of the
  * group and of the table; readers then wait, and a successor is started with both. The table is shared memory: an
  * event is read into it, and stays in it until its answer is given. The number of an event's descriptor is its name towards the
- * kernel; a successor occupies the numbers that are open in the table before it reads new events.
+ * kernel; a successor occupies the numbers that are open in the table before it reads new events. A table of a later version is given up: the reads
+ * that wait in it fail, all others go on.
  *
  * SOCKET. SOCK_SEQPACKET, one struct a packet, native byte order (never leaves the host).
  */

@@ -345,15 +345,45 @@ static void place(int group, int table_fd) {
     syscall(SYS_close_range, 5u, ~0u, 0u);
 }
 
+static int new_table(void) {
+    int fd = memfd_create("dsec-holder", MFD_CLOEXEC);
+    if (fd < 0) die("memfd_create");
+    return fd;
+}
+
+/* A predecessor of another version has left a table that can't be read (it had more slots: a downgrade). Who waits in it fails; without that they
+ * would wait for ever. Only their descriptors' numbers name them: all that can be are answered. */
+static void give_up_table(void) {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) < 0) die("descriptors");
+    unsigned long most = 1 << 20; /* the kernel's own */
+    FILE *f = fopen("/proc/sys/fs/nr_open", "re");
+    if (f) {
+        if (fscanf(f, "%lu", &most) != 1 || most > 1 << 24) most = 1 << 24;
+        fclose(f);
+    }
+    if (files.rlim_max < most) most = files.rlim_max;
+    for (unsigned long fd = 0; fd < most; fd++) respond((int)fd, DENY_EIO);
+    fprintf(stderr, "holder: the table that was handed over is another version's: the reads that waited in it fail\n");
+    int fresh = new_table();
+    if (dup2(fresh, TABLE_FD) < 0) die("descriptors");
+    close(fresh);
+    if (!open_waits(TABLE_FD, true)) die("table");
+}
+
 static void open_table(bool inherited, int group, int table_fd) {
     if (!inherited) {
-        table_fd = memfd_create("dsec-holder", MFD_CLOEXEC);
+        table_fd = new_table();
         group = fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK | FAN_UNLIMITED_QUEUE | FAN_UNLIMITED_MARKS | FAN_REPORT_TID,
                               O_RDONLY | O_LARGEFILE | O_CLOEXEC | O_NOATIME);
         if (group < 0) die("fanotify_init");
     }
     place(group, table_fd);
-    if (!open_waits(TABLE_FD, !inherited)) die(errno ? "table" : "the table that was handed over is another version's");
+    if (!open_waits(TABLE_FD, !inherited)) {
+        if (!inherited || errno) die("table");
+        give_up_table();
+        return;
+    }
     if (!inherited) return;
     /* Occupy the numbers first: a new event must not get the name of one that waits. */
     int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
