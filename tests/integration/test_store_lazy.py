@@ -270,10 +270,9 @@ def test_readers_in_a_table_that_a_holder_does_not_know_do_not_wait_for_ever(roo
             made.succeed_holder()
             made.start_filler()
             for name, result in zip(digests, results, strict=False):
-                try:
-                    assert result.result(50) == digests[name]  # before the deadline
-                except OSError as error:
-                    assert error.errno == errno.EIO
+                error = result.exception(50)  # before the deadline
+                assert error is None or (isinstance(error, OSError) and error.errno == errno.EIO)
+                assert error or result.result() == digests[name]
         made.forget_pages(top)
         assert {name: digest(top / name) for name in digests} == digests
 
