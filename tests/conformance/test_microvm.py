@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("dsec.testing.conformance")
-
-from dsec.app import open_host, open_machines  # noqa: E402
-from dsec.backends.container.host import Host  # noqa: E402
-from dsec.backends.microvm.backend import MicroVmBackend  # noqa: E402
-from dsec.configuration import Config  # noqa: E402
-from dsec.edge.config import SystemClock  # noqa: E402
-from dsec.ports import Backend, Handle, InstanceEnd  # noqa: E402
-from dsec.spec.sandbox import SandboxSpec  # noqa: E402
-from dsec.store.views import remove_dev  # noqa: E402
-from dsec.testing.conformance import *  # noqa: E402, F403
-from dsec.testing.conformance.kit import Feature  # noqa: E402
-from dsec.vmm.instance import MachineInstance  # noqa: E402
+from dsec.app import open_machines
+from dsec.backends.container.host import Host
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.backends.microvm.node import VmNode
+from dsec.edge.config import SystemClock
+from dsec.testing.conformance import *  # noqa: F403
+from dsec.testing.conformance.kit import Feature
+from dsec.vmm.instance import MachineInstance
+from machines_kit import KeptBackend, MachineFactory, machine_host
 
 pytestmark = [
     pytest.mark.root,
@@ -31,60 +26,23 @@ pytestmark = [
 ]
 
 
-class KeptBackend(MicroVmBackend):
-    """What a test ends is ended; launcher and templates stay for the next one."""
-
-    handles: dict[str, Handle]
-
-    async def open(self, known: dict[str, Handle]) -> Mapping[str, MachineInstance | InstanceEnd]:
-        self.handles = dict(known)
-        return await super().open(known)
-
-    def reserve(self, sandbox_id: str, spec: SandboxSpec, tenant: int = 0, capture: str = "") -> Handle:
-        handle = self.handles[sandbox_id] = super().reserve(sandbox_id, spec, tenant, capture)
-        return handle
-
-    async def close(self, *, keep: bool) -> None:
-        for sandbox_id, handle in () if keep else self.handles.items():
-            await self.destroy(sandbox_id, handle)
-        await super().close(keep=True)
+class KeptMicroVms(KeptBackend[VmNode, MachineInstance], MicroVmBackend):
+    """For a test."""
 
 
-class MicroVmFactory:
-    features = Feature.LOCAL | {Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT}
+class MicroVmFactory(MachineFactory):
+    features = MachineFactory.features | {Feature.DISK_LIMIT}
     environment = "debian"
     crowd = 5
 
-    def __init__(self, config: Config, host: Host, templates: Path) -> None:
-        self.config = config
-        self.host = host
-        self.templates = templates
-        self.backend: MicroVmBackend | None = None
+    def new(self) -> KeptMicroVms:
+        return KeptMicroVms(self.node(), SystemClock())
 
-    def make(self) -> Backend:
+    def node(self) -> VmNode:
+        """The parts of a backend."""
         node = open_machines(self.config, self.host, self.templates)
         assert node is not None
-        self.backend = KeptBackend(node, SystemClock())
-        return self.backend
-
-    async def kill_guest(self, sandbox_id: str) -> None:
-        assert self.backend is not None
-        os.kill(self.backend.pid(sandbox_id), signal.SIGKILL)
-
-    def fail_next_create(self) -> None:
-        """Its disk is there already: a leftover that nobody knows of."""
-        assert self.backend is not None
-        disks = self.backend.node.disks
-        copy = disks.copy
-
-        def fail(name: str, source: Path) -> int:
-            if name.startswith("s"):  # a stem's: without one machines are plain clones
-                return copy(name, source)
-            disks.copy = copy  # type: ignore[method-assign]
-            os.close(copy(name, source))
-            return copy(name, source)
-
-        disks.copy = fail  # type: ignore[method-assign]
+        return node
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +50,15 @@ def factory(
     debian_module_state: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MicroVmFactory]:
     run = tmp_path_factory.mktemp("machines") / f"run-{os.getpid()}"  # its name is its cgroups'
-    config = Config(state=debian_module_state, run=run, vm_accel="tcg", vm_spare=0)
-    host = open_host(config)
-    made = MicroVmFactory(config, host, vm_templates)
-    try:
+    with machine_host(debian_module_state, run) as (config, host):
+        made = MicroVmFactory(config, host, vm_templates)
         yield made
         asyncio.run(end_all(made))
-    finally:
-        host.volume.close(keep=False)
-        host.layers.unmount_all()
-        host.views.remove()
-        remove_dev(host.run)
 
 
 async def end_all(factory: MicroVmFactory) -> None:
     """The launcher, and what it holds."""
-    node = open_machines(factory.config, factory.host, factory.templates)
-    assert node is not None
-    backend = MicroVmBackend(node, SystemClock())
+    backend = MicroVmBackend(factory.node(), SystemClock())
     await backend.open({})
     await backend.close(keep=False)
     assert not list(host_files(factory.host))

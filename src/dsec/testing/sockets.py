@@ -15,6 +15,10 @@ def seqpacket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+STREAM_READ = 32 << 10
+"""Bytes at most that a read of a stream takes: however much waits, there are boundaries to be cut at."""
+
+
 class CuttingSocket(socket.socket):
     """Takes over a socket and, after so many frames in one direction, does what the socket of a killed edge does:
     nothing more comes out of it, and what is sent is lost. `cut` is set then.
@@ -41,6 +45,8 @@ class CuttingSocket(socket.socket):
         if self._left["receive"] == 0 and super().recv_into(bytearray(1), 1, socket.MSG_PEEK):
             self.cut.set()
             raise BlockingIOError
+        if self.type == socket.SOCK_STREAM:
+            nbytes = min(nbytes or memoryview(buffer).nbytes, STREAM_READ)
         count = super().recv_into(buffer, nbytes, flags)
         self._spend("receive")
         return count

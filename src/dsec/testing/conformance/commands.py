@@ -28,40 +28,40 @@ class TestCommands:
     """Streams, environment, users, ends, limits. Commands that any backend can imitate."""
 
     async def test_success_and_failure(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         assert ok(await run(channel, "true")) == b""
         outcome = await run(channel, "false")
         assert (outcome.end.kind, outcome.end.code) == (EndKind.EXITED, 1)
         assert (await shell(channel, "exit 255")).end.code == 255
 
     async def test_the_end_says_what_it_took(self, sandboxes: Sandboxes) -> None:
-        end = (await run((await sandboxes.create()).channel, "sleep", "0.05")).end
+        end = (await run((await sandboxes.one()).channel, "sleep", "0.05")).end
         assert end.wall_us >= 50_000
         assert end.cpu_us <= end.wall_us * 64
         assert end.max_rss_bytes > 0
 
     async def test_a_binary_that_is_not_there(self, sandboxes: Sandboxes, factory: Factory) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         for name in ("no-such-program", "/no/such/program"):
             start_failed(factory, (await run(channel, name)).end, Stage.EXEC, errno.ENOENT)
 
     async def test_a_file_that_is_no_program(self, sandboxes: Sandboxes, factory: Factory) -> None:
-        end = (await run((await sandboxes.create()).channel, "/etc/passwd")).end
+        end = (await run((await sandboxes.one()).channel, "/etc/passwd")).end
         start_failed(factory, end, Stage.EXEC, errno.EACCES)
 
     @pytest.mark.parametrize("user", [b"no-such-user", b"root:no-such-group"])
     async def test_a_user_that_is_not_there(self, sandboxes: Sandboxes, factory: Factory, user: bytes) -> None:
-        start_failed(factory, (await run((await sandboxes.create()).channel, "true", user=user)).end, Stage.USER)
+        start_failed(factory, (await run((await sandboxes.one()).channel, "true", user=user)).end, Stage.USER)
 
     async def test_a_directory_that_is_not_there(self, sandboxes: Sandboxes, factory: Factory) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         end = (await run(channel, "true", cwd=b"/no/such/directory")).end
         start_failed(factory, end, Stage.CWD, errno.ENOENT)
         end = (await run(channel, "true", cwd=b"/etc/passwd")).end
         start_failed(factory, end, Stage.CWD, errno.ENOTDIR)
 
     async def test_env_cwd_and_user(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         lines = ok(await run(channel, "env", env=(b"A=1", b"B=x y=\xc3\xa4", b"C="))).split(b"\n")
         assert {b"A=1", b"B=x y=\xc3\xa4", b"C="} <= set(lines)
         assert ok(await run(channel, "pwd", cwd=b"/usr/bin")) == b"/usr/bin\n"
@@ -73,18 +73,18 @@ class TestCommands:
 
     async def test_arguments_and_variables_are_bytes(self, sandboxes: Sandboxes, factory: Factory) -> None:
         needs(factory, Feature.BYTES)
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         assert ok(await run(channel, b"echo", b"\xff\xfe")) == b"\xff\xfe\n"
         assert b"B=\xff" in ok(await run(channel, "env", env=(b"B=\xff",))).split(b"\n")
 
     async def test_arguments_pass_no_shell(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         assert ok(await run(channel, "echo", "\xe4 $HOME ; *", "")) == "\xe4 $HOME ; * \n".encode()
         words = ["x" * 100_000] * 8
         assert len(ok(await run(channel, "echo", *words))) == 800_008
 
     async def test_both_streams_apart_and_merged(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         script = "echo out; echo err >&2; echo out"
         outcome = await shell(channel, script)
         assert (outcome.out, outcome.err) == (b"out\nout\n", b"err\n")
@@ -92,12 +92,12 @@ class TestCommands:
         assert (outcome.out, outcome.err) == (b"out\nerr\nout\n", b"")
 
     async def test_output_that_is_no_text(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         assert ok(await run(channel, "printf", r"\377\000\376")) == b"\xff\0\xfe"
 
     @pytest.mark.parametrize("last", [1, 13_000, 400_000])
     async def test_output_of_any_size(self, sandboxes: Sandboxes, last: int) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         expected = b"".join(b"%d\n" % number for number in range(1, last + 1))
         assert ok(await run(channel, "seq", "1", str(last))) == expected
         assert ok(await run(channel, "seq", "1", str(last), key=b"k")) == expected
@@ -105,40 +105,40 @@ class TestCommands:
     @pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
     async def test_stdin_of_any_size(self, sandboxes: Sandboxes, size: int) -> None:
         data = (bytes(range(256)) * (size // 256 + 1))[:size]
-        assert ok(await run((await sandboxes.create()).channel, "cat", stdin=data)) == data
+        assert ok(await run((await sandboxes.one()).channel, "cat", stdin=data)) == data
 
     async def test_stdin_is_empty_unless_asked_for(self, sandboxes: Sandboxes) -> None:
-        assert ok(await run((await sandboxes.create()).channel, "cat")) == b""
+        assert ok(await run((await sandboxes.one()).channel, "cat")) == b""
 
     async def test_stdin_for_a_process_that_does_not_want_it(self, sandboxes: Sandboxes) -> None:
-        assert ok(await run((await sandboxes.create()).channel, "true", stdin=bytes(1_000_000))) == b""
+        assert ok(await run((await sandboxes.one()).channel, "true", stdin=bytes(1_000_000))) == b""
 
     @pytest.mark.parametrize("cap", [0, 1, 100_000])
     async def test_output_is_capped_and_says_so(self, sandboxes: Sandboxes, cap: int) -> None:
-        outcome = await run((await sandboxes.create()).channel, "yes", output_cap=cap)
+        outcome = await run((await sandboxes.one()).channel, "yes", output_cap=cap)
         assert outcome.end.kind is EndKind.OUTPUT_LIMIT
         assert outcome.end.truncated
         assert outcome.end.dropped_bytes > 0
         assert outcome.out == (b"y\n" * cap)[:cap]
 
     async def test_output_just_at_the_cap_is_whole(self, sandboxes: Sandboxes) -> None:
-        outcome = await run((await sandboxes.create()).channel, "head", "-c", "70000", "/dev/zero", output_cap=70_000)
+        outcome = await run((await sandboxes.one()).channel, "head", "-c", "70000", "/dev/zero", output_cap=70_000)
         assert len(ok(outcome)) == 70_000
         assert not outcome.end.truncated
 
     async def test_a_timeout_keeps_what_there_was(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         ok(await shell(channel, "sleep 0"))  # the first start of a program is the slowest
         outcome = await shell(channel, "echo part; sleep 1000", timeout_ms=1000)
         assert (outcome.end.kind, outcome.out) == (EndKind.TIMEOUT, b"part\n")
         assert outcome.end.wall_us >= 1_000_000
 
     async def test_a_signal_from_inside(self, sandboxes: Sandboxes) -> None:
-        end = (await shell((await sandboxes.create()).channel, "kill -9 $$")).end
+        end = (await shell((await sandboxes.one()).channel, "kill -9 $$")).end
         assert (end.kind, end.code) == (EndKind.SIGNALED, 9)
 
     async def test_signals_from_outside(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         for signal, scope in ((15, 0), (2, 1)):
             operation = await channel.start(request("sleep", "1000"))
             assert await operation.started()
@@ -150,7 +150,7 @@ class TestCommands:
         assert (await collect(operation)).end.kind is EndKind.KILLED
 
     async def test_many_at_once(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         outcomes = await asyncio.gather(*(run(channel, "echo", str(number)) for number in range(40)))
         assert [ok(outcome) for outcome in outcomes] == [b"%d\n" % number for number in range(40)]
 
@@ -176,7 +176,7 @@ class TestProcesses:
 
     @pytest.mark.parametrize("how", ["timeout", "kill", "output"])
     async def test_a_command_is_ended_whole_double_forks_too(self, sandboxes: Sandboxes, how: str) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         script = f"(setsid sh -c 'setsid sleep {SLEEPER} & sleep {SLEEPER}' &); "
         script += "yes" if how == "output" else f"sleep {SLEEPER}"
         limits = {"timeout": {"timeout_ms": 700}, "output": {"output_cap": 1000}, "kill": {}}[how]
@@ -198,7 +198,7 @@ class TestProcesses:
         assert await sleepers(sandboxes, instance.sandbox_id) == 1
 
     async def test_background_processes_end_where_that_was_asked_for(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         script = f"sleep {SLEEPER} & (setsid sleep {SLEEPER} &); echo done"
         outcome = await shell(instance.channel, script, flags=ExecFlag.KILL_LEFTOVERS)
         assert ok(outcome) == b"done\n"
@@ -221,7 +221,7 @@ class TestProcesses:
             await operation.release()
 
     async def test_a_process_that_ignores_sigterm_ends_by_sigkill(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         script = f"trap '' TERM; echo up; sleep {SLEEPER} & wait; wait"
         operation = await instance.channel.start(request("sh", "-c", script))
         async for item in operation.read():
@@ -238,7 +238,7 @@ class TestProcesses:
         assert await sleepers(sandboxes, instance.sandbox_id) == 0
 
     async def test_release_ends_a_running_command_whole(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         operation = await instance.channel.start(request("sh", "-c", f"sleep {SLEEPER} & echo up; wait"))
         async for item in operation.read():
             assert item
@@ -251,14 +251,14 @@ class TestProcesses:
 
     async def test_an_argument_that_is_too_long(self, sandboxes: Sandboxes, factory: Factory) -> None:
         try:
-            end = (await run((await sandboxes.create()).channel, "echo", "x" * 200_000)).end
+            end = (await run((await sandboxes.one()).channel, "echo", "x" * 200_000)).end
         except InvalidRequest:
             assert Feature.CHECK not in factory.features  # a server says so before it gets that far
         else:
             start_failed(factory, end, Stage.EXEC, errno.E2BIG)
 
     async def test_a_zombie_storm_is_reaped(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         ok(await shell(instance.channel, "i=0; while [ $i -lt 300 ]; do (true &) ; i=$((i+1)); done"))
         states = r"for f in /proc/[0-9]*/stat; do cat $f 2>/dev/null; done"
         for _ in range(100):
@@ -271,7 +271,7 @@ class TestProcesses:
         assert ok(await shell(instance.channel, "ulimit -n", open_files=77)) == b"77\n"
 
     async def test_usage_grows(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         before = instance.usage()
         ok(await shell(instance.channel, "i=0; while [ $i -lt 30000 ]; do i=$((i+1)); done"))
         await until(lambda: instance.usage().cpu_us > before.cpu_us)

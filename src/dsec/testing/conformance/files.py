@@ -33,14 +33,14 @@ class TestFiles:
 
     @pytest.mark.parametrize("size", [0, 1, 65_536, 1_000_001])
     async def test_what_was_written_is_read(self, sandboxes: Sandboxes, size: int) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         data = (bytes(range(251)) * (size // 251 + 1))[:size]
         assert await put(channel, "/tmp/f", data) == size
         assert await get(channel, "/tmp/f") == data
         assert ok(await run(channel, "cat", "/tmp/f")) == data
 
     async def test_fifty_megabytes_stream_both_ways(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         piece, count = bytes(range(256)) * 1024, 200
         sent, got = hashlib.sha256(), hashlib.sha256()
 
@@ -55,7 +55,7 @@ class TestFiles:
         assert got.digest() == sent.digest()
 
     async def test_parts_of_a_file(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f", b"0123456789")
         assert await get(channel, "/tmp/f", offset=3, length=4) == b"3456"
         assert await get(channel, "/tmp/f", offset=8) == b"89"
@@ -63,7 +63,7 @@ class TestFiles:
         assert await get(channel, "/tmp/f", length=0) == b""
 
     async def test_what_is_missing_or_no_file(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f")
         with pytest.raises(FileMissing):
             await get(channel, "/tmp/none")
@@ -82,12 +82,12 @@ class TestFiles:
 
     @pytest.mark.parametrize("path", ["", "tmp/f", "/tmp/\0"])
     async def test_paths_that_cannot_be(self, sandboxes: Sandboxes, path: str) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         with pytest.raises(InvalidRequest):
             await get(channel, path)
 
     async def test_writing_replaces_appends_or_refuses(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f", b"long before", mode=0o600)
         await put(channel, "/tmp/f", b"new")
         await put(channel, "/tmp/f", b"er", append=True)
@@ -98,13 +98,13 @@ class TestFiles:
         await put(channel, "/tmp/g", b"x", exclusive=True)
 
     async def test_missing_directories_are_made_where_asked_for(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/a/b/c", b"x", parents=True, mode=0o640)
         info = await files.stat(channel, "/tmp/a/b/c")
         assert (info.type, info.mode, info.size, info.uid) == ("file", 0o640, 1, 0)
 
     async def test_an_upload_that_is_broken_off_leaves_nothing(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/d/f", b"before", parents=True)
 
         async def broken() -> AsyncIterator[bytes]:
@@ -120,7 +120,7 @@ class TestFiles:
         assert [entry.name for entry in await files.list_dir(channel, "/tmp/d")] == ["f"]
 
     async def test_list_and_stat(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/d/f", b"abc", parents=True)
         await put(channel, "/tmp/d/sub/g", parents=True)
         ok(await run(channel, "ln", "-s", "f", "/tmp/d/link"))
@@ -141,7 +141,7 @@ class TestFiles:
             await files.list_dir(channel, "/tmp/d/f")
 
     async def test_links_are_followed_by_reads_and_writes(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f", b"abc")
         ok(await run(channel, "ln", "-s", "/tmp/f", "/tmp/link"))
         ok(await run(channel, "ln", "-s", "loop", "/tmp/loop"))
@@ -153,14 +153,14 @@ class TestFiles:
             await get(channel, "/tmp/loop")
 
     async def test_names_that_are_no_text(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, ODD, b"x")
         assert await get(channel, ODD) == b"x"
         entries = [entry for entry in await files.list_dir(channel, "/tmp") if entry.name_b64]
         assert ["/tmp/" + entry.name for entry in entries] == [ODD]
 
     async def test_move(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/a", b"a")
         await put(channel, "/tmp/b", b"b")
         with pytest.raises(FileError):
@@ -171,7 +171,7 @@ class TestFiles:
             await files.move(channel, "/tmp/a", "/tmp/b")
 
     async def test_remove(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/d/e/f", b"x", parents=True)
         with pytest.raises(FileError):
             await files.remove(channel, "/tmp/d")
@@ -183,7 +183,7 @@ class TestFiles:
             await files.remove(channel, "/tmp/d")
 
     async def test_mkdir(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await files.mkdir(channel, "/tmp/d", mode=0o700)
         info = await files.stat(channel, "/tmp/d")
         assert (info.type, info.mode) == ("directory", 0o700)
@@ -195,7 +195,7 @@ class TestFiles:
         await files.mkdir(channel, "/tmp/x/y", parents=True)
 
     async def test_users(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f", b"x", user="nobody")
         assert (await files.stat(channel, "/tmp/f")).uid == 65534
         await put(channel, "/root/secret", b"x", mode=0o600)
@@ -210,13 +210,13 @@ class TestFiles:
             await get(channel, "/tmp/f", user="no-such-user")
 
     async def test_procfs_is_refused(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         for path in ("/proc/self/environ", "/tmp/../proc/self/environ"):
             with pytest.raises((PermissionDenied, FileError)):
                 await get(channel, path)
 
     async def test_dots_stay_inside(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         inside = await get(channel, "/etc/passwd")
         assert await get(channel, "/../../../../../etc/passwd") == inside
         assert await get(channel, "/tmp/../etc/./passwd") == inside

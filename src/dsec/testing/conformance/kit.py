@@ -5,6 +5,7 @@ to their end.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -13,10 +14,13 @@ import msgspec
 import pytest
 from msgspec import Struct
 
+from dsec.channel import files
 from dsec.errors import DsecError
 from dsec.ports import Backend, GuestChannel, Handle, Instance, InstanceEnd, Operation
 from dsec.spec.operations import EndKind, ExecFlag, OpEnd, OpRequest, Stage
 from dsec.spec.sandbox import SandboxSpec
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 ENV = (b"PATH=/usr/local/bin:/usr/bin:/bin",)
@@ -67,6 +71,30 @@ class Factory(Protocol):
         ...
 
 
+class Keeper:
+    """Holds a sandbox from test to test, for a factory whose sandboxes are dear (`Factory.keeper`, where it has one):
+    each test that takes `Sandboxes.one` adopts it."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, Handle] = {}
+        """At most one, while no test has it."""
+        self.names: frozenset[str] = frozenset()
+        """What is in its /tmp when it is new."""
+
+    async def began(self, channel: GuestChannel) -> None:
+        """Look at a new one."""
+        self.names = frozenset([entry.name for entry in await files.list_dir(channel, "/tmp")])
+
+    async def tidy(self, channel: GuestChannel) -> None:
+        """As it was: nothing runs, and nothing is in /tmp."""
+        async with asyncio.timeout(PATIENCE_S):
+            for operation in list(channel.operations()):
+                await operation.release()
+            for entry in await files.list_dir(channel, "/tmp"):
+                if entry.name not in self.names:
+                    await files.remove(channel, f"/tmp/{entry.name}", recursive=True)
+
+
 class Outcome(Struct, frozen=True):
     """A command's whole result."""
 
@@ -84,11 +112,15 @@ class Sandboxes:
         """Sandboxes that are made at the same time; a factory whose sandboxes are dear says fewer."""
         self.usual: dict[str, Any] = getattr(factory, "usual", {})
         """Fields of all specs, for a factory whose sandboxes can't be that small."""
+        self.keeper: Keeper | None = getattr(factory, "keeper", None)
         self.backend: Backend = factory.make()
         self.handles: dict[str, Handle] = {}
         self.instances: dict[str, Instance] = {}
         self.ends: dict[str, InstanceEnd] = {}
         """Of those that ended while no edge was there, as the last `next_edge` was told."""
+        self._one: str | None = None
+        self._idle: dict[str, Instance] = {}
+        """The keeper's, which no test has asked for."""
 
     def spec(self, **changes: Any) -> SandboxSpec:
         """A small sandbox in the factory's environment."""
@@ -110,6 +142,21 @@ class Sandboxes:
         assert instance.sandbox_id == sandbox_id
         return instance
 
+    async def one(self) -> Instance:
+        """For a test that needs a small sandbox and its /tmp, changes nothing else there and leaves no process that no
+        operation holds. Within a test it is always the same."""
+        if self._one is None and self.keeper is not None and self._idle:
+            self.handles |= self.keeper.handles
+            self.instances |= self._idle
+            (self._one,) = self._idle
+            self.keeper.handles, self._idle = {}, {}
+        if self._one is None:
+            instance = await self.create()
+            self._one = instance.sandbox_id
+            if self.keeper is not None:
+                await self.keeper.began(instance.channel)
+        return self.instances[self._one]
+
     async def refuses(self, error: type[DsecError], **changes: Any) -> None:
         """Such a sandbox can't be made, and nothing of it is."""
         with pytest.raises(error):
@@ -122,16 +169,41 @@ class Sandboxes:
         await self.backend.destroy(sandbox_id, self.handles.pop(sandbox_id))
         self.instances.pop(sandbox_id, None)
 
+    async def open(self) -> None:
+        """Begin. A kept one that has ended meanwhile is destroyed."""
+        kept = self._kept()
+        found = await self.backend.open(kept)
+        self._idle = {name: each for name, each in found.items() if not isinstance(each, InstanceEnd)}
+        for sandbox_id in kept.keys() - self._idle.keys():
+            await self.backend.destroy(sandbox_id, self._kept().pop(sandbox_id))
+
+    def _kept(self) -> dict[str, Handle]:
+        return self.keeper.handles if self.keeper is not None else {}
+
     async def next_edge(self, forget: str | None = None) -> None:
         """The edge restarts. `forget`: a sandbox that is no longer on record."""
         await self.backend.close(keep=True)
         self.backend = self.factory.make()
         known = {sandbox_id: handle for sandbox_id, handle in self.handles.items() if sandbox_id != forget}
-        found = await self.backend.open(known)
-        self.instances = {name: each for name, each in found.items() if not isinstance(each, InstanceEnd)}
+        found = await self.backend.open(known | self._kept())
+        instances = {name: each for name, each in found.items() if not isinstance(each, InstanceEnd)}
         self.ends = {name: each for name, each in found.items() if isinstance(each, InstanceEnd)}
+        self.instances = {name: each for name, each in instances.items() if name in self.handles}
+        self._idle = {name: each for name, each in instances.items() if name not in self.handles}
         if forget is not None:
             del self.handles[forget]
+
+    async def close(self, *, well: bool) -> None:
+        """Nothing is left, but `one`, where it is kept and the test did `well`."""
+        if well and self.keeper is not None and self._one in self.instances:
+            try:
+                await self.keeper.tidy(self.instances[self._one].channel)
+                self.keeper.handles[self._one] = self.handles.pop(self._one)
+            except (DsecError, TimeoutError):
+                log.warning("a sandbox can't be tidied, so it isn't kept", exc_info=True)
+        for sandbox_id in list(self.handles):
+            await self.destroy(sandbox_id)
+        await self.backend.close(keep=bool(self._kept()))
 
     def channel(self, instance: Instance) -> GuestChannel:
         """Of the incarnation that serves now."""
@@ -139,16 +211,15 @@ class Sandboxes:
 
 
 @pytest.fixture
-async def sandboxes(factory: Factory) -> AsyncIterator[Sandboxes]:
-    """An open backend and its sandboxes; nothing is left after the test."""
+async def sandboxes(factory: Factory, request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
+    """An open backend and its sandboxes; nothing is left after the test, but what the factory's keeper keeps."""
+    failed = request.session.testsfailed
     found = Sandboxes(factory)
-    await found.backend.open({})
+    await found.open()
     try:
         yield found
     finally:
-        for sandbox_id in list(found.handles):
-            await found.destroy(sandbox_id)
-        await found.backend.close(keep=False)
+        await found.close(well=request.session.testsfailed == failed)
 
 
 @pytest.fixture

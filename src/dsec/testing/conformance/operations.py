@@ -18,7 +18,7 @@ class TestOperations:
     """`ports.Operation` and `ports.GuestChannel`."""
 
     async def test_a_key_finds_a_running_command_and_its_result(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("cat", key=b"k", flags=ExecFlag.STDIN))
         assert channel.find(b"k") is operation
         assert operation.key == b"k"
@@ -31,14 +31,14 @@ class TestOperations:
         assert again.end is not None
 
     async def test_a_key_never_runs_twice(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         first = await channel.start(request("echo", "1", key=b"k"))
         second = await channel.start(request("echo", "2", key=b"k"))
         assert second.op == first.op
         assert ok(await collect(second)) == b"1\n"
 
     async def test_a_released_key_is_free(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         for word in ("1", "2"):
             operation = await channel.start(request("echo", word, key=b"k"))
             assert ok(await collect(operation)) == word.encode() + b"\n"
@@ -48,7 +48,7 @@ class TestOperations:
         assert list(channel.operations()) == []
 
     async def test_many_readers_each_from_where_it_likes(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("seq", "1", "100000", key=b"k"))
         starts = [0, 0, 1, 65_536, 300_000, len(SEQ)]
         outcomes = await asyncio.gather(*(collect(operation, start) for start in starts))
@@ -57,7 +57,7 @@ class TestOperations:
 
     @pytest.mark.parametrize("key", [None, b"k"])
     async def test_a_command_goes_on_when_its_reader_goes_away(self, sandboxes: Sandboxes, key: bytes | None) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("seq", "1", "100000", key=key))
         async with aclosing(operation.read()) as reader:
             await anext(reader)
@@ -68,7 +68,7 @@ class TestOperations:
             assert ok(await collect(operation)) == SEQ
 
     async def test_a_reader_that_is_cancelled_disturbs_nobody(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("cat", key=b"k", flags=ExecFlag.STDIN))
         tasks = [asyncio.create_task(collect(operation)) for _ in range(3)]
         await operation.write(b"a")
@@ -81,7 +81,7 @@ class TestOperations:
 
     async def test_stdin_offsets(self, sandboxes: Sandboxes, factory: Factory) -> None:
         needs(factory, Feature.STDIN_OFFSETS)
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("cat", flags=ExecFlag.STDIN))
         assert operation.stdin_offset == 0
         assert await operation.write(b"abcd", 0) == 4
@@ -93,7 +93,7 @@ class TestOperations:
         assert await operation.write(b"late", 100) == 6, "dropped, and so may what came before it have been"
 
     async def test_started(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("sleep", "1000"))
         pid = await operation.started()
         assert pid is not None
@@ -103,7 +103,7 @@ class TestOperations:
         await operation.release()
 
     async def test_a_released_operation_has_no_output(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("echo", "hi", key=b"k"))
         await collect(operation)
         await operation.release()
@@ -112,12 +112,12 @@ class TestOperations:
 
     @pytest.mark.parametrize(("signal", "scope"), [(0, 0), (99, 0), (15, 2), (15, 7)])
     async def test_signals_that_cannot_be(self, sandboxes: Sandboxes, signal: int, scope: int) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("sleep", "1000"))
         with pytest.raises(InvalidRequest):
             await operation.signal(signal, scope)
 
     async def test_ping(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         assert await channel.ping() >= 0
         assert ok(await run(channel, "echo", "still")) == b"still\n"

@@ -50,7 +50,7 @@ class TestResync:
         self, sandboxes: Sandboxes, factory: Factory, monkeypatch: pytest.MonkeyPatch, way: str
     ) -> None:
         needs(factory, Feature.SOCKET_CHANNEL)
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         original = SocketChannel.__init__
         cuts: list[CuttingSocket] = []
         limit: int | None = None

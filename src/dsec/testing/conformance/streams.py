@@ -63,12 +63,12 @@ class TestTerminals(_Local):
         [(None, b"24 80"), (0, b"24 80"), (132 << 16 | 50, b"50 132"), (0xFFFFFFFF, b"4096 4096"), (7, b"7 80")],
     )
     async def test_size(self, sandboxes: Sandboxes, asked: int | None, shown: bytes) -> None:
-        operation = await terminal(await sandboxes.create(), "stty", "size", pty_size=asked)
+        operation = await terminal(await sandboxes.one(), "stty", "size", pty_size=asked)
         assert operation.pty
         assert ok(await collect(operation)) == shown + b"\r\n"
 
     async def test_resize(self, sandboxes: Sandboxes) -> None:
-        operation = await terminal(await sandboxes.create(), "sh", "-c", "cat; stty size")
+        operation = await terminal(await sandboxes.one(), "sh", "-c", "cat; stty size")
         await operation.started()
         await operation.resize(100, 0)
         await operation.write(b"typed\n")
@@ -77,13 +77,13 @@ class TestTerminals(_Local):
         await operation.resize(1, 1)  # it has ended: nothing
 
     async def test_no_terminal(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         operation = await channel.start(request("sleep", "600"))
         assert not operation.pty
         with pytest.raises(InvalidRequest):
             await operation.resize(80, 24)
         await operation.release()
-        operation = await terminal(await sandboxes.create(), "sleep", "600")
+        operation = await terminal(await sandboxes.one(), "sleep", "600")
         with pytest.raises(InvalidRequest):
             await operation.resize(-1, 24)
         with pytest.raises(InvalidRequest):
@@ -91,13 +91,13 @@ class TestTerminals(_Local):
         await operation.release()
 
     async def test_a_typed_signal(self, sandboxes: Sandboxes) -> None:
-        operation = await terminal(await sandboxes.create(), "sleep", "600")
+        operation = await terminal(await sandboxes.one(), "sleep", "600")
         await operation.write(b"\x03")
         end = (await collect(operation)).end
         assert (end.kind, end.code) == (EndKind.SIGNALED, 2)
 
     async def test_both_streams_are_one_and_whole(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         outcome = await collect(await terminal(instance, "sh", "-c", "echo out; echo err >&2; env"))
         assert (outcome.out[:10], outcome.err) == (b"out\r\nerr\r\n", b"")
         assert b"TERM=xterm-256color\r\n" in outcome.out
@@ -106,7 +106,7 @@ class TestTerminals(_Local):
             assert outcome.out == b"".join(b"%d\r\n" % number for number in range(1, 20_001))
 
     async def test_the_next_edge_goes_on_with_it(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         operation = await terminal(instance, "cat", key=b"shell", pty_size=90 << 16 | 30)
         await operation.write(b"one\n")
         await until(operation, b"one\r\none\r\n")
@@ -124,7 +124,7 @@ class TestTerminals(_Local):
         assert (await collect(found)).end.kind is EndKind.EXITED
 
     async def test_many_at_once(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         many = await asyncio.gather(*(terminal(instance, "cat") for _ in range(20)))
         for number, operation in enumerate(many):
             await operation.write(b"%d\n" % number)
@@ -153,7 +153,7 @@ class TestWatching(_Local):
     """What happens in a directory is told, from the moment that `watch` returns on."""
 
     async def test_what_is_told(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await files.mkdir(channel, "/tmp/w")
         seen = Following(await streams.watch(channel, "/tmp/w"))
         await put(channel, "/tmp/w/f", b"x")
@@ -181,7 +181,7 @@ class TestWatching(_Local):
             await anext(seen.watch)
 
     async def test_a_tree(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await files.mkdir(channel, "/tmp/w/old", parents=True)
         seen = Following(await streams.watch(channel, "/tmp/w", recursive=True))
         await put(channel, "/tmp/w/old/f")
@@ -199,7 +199,7 @@ class TestWatching(_Local):
         await seen.watch.aclose()
 
     async def test_it_ends_with_its_directory(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         for how in ("remove", "move"):
             await files.mkdir(channel, "/tmp/w/d", parents=True)
             watch = await streams.watch(channel, "/tmp/w", recursive=True)
@@ -212,7 +212,7 @@ class TestWatching(_Local):
             assert (events[-1].kind, events[-1].path) == ("remove", "")
 
     async def test_what_can_not_be_watched(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         await put(channel, "/tmp/f")
         with pytest.raises(FileMissing):
             await streams.watch(channel, "/tmp/missing")
@@ -225,7 +225,7 @@ class TestWatching(_Local):
         assert not channel.operations()
 
     async def test_the_next_edge_drops_it(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         await streams.watch(instance.channel, "/tmp", recursive=True)
         await sandboxes.next_edge()
         assert not sandboxes.channel(instance).operations()
@@ -258,7 +258,7 @@ class TestPorts(_Local):
     """Connections to what listens inside."""
 
     async def test_both_directions(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         async with server(instance):
             stream = await streams.connect(instance.channel, PORT)
             await stream.write(b"hello")
@@ -271,7 +271,7 @@ class TestPorts(_Local):
             assert len(instance.channel.operations()) == 1
 
     async def test_much_at_once(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         data = bytes(range(256)) * 8000
 
         async def talk() -> None:
@@ -289,7 +289,7 @@ class TestPorts(_Local):
             await asyncio.gather(*(talk() for _ in range(5)))
 
     async def test_nobody_listens(self, sandboxes: Sandboxes) -> None:
-        channel = (await sandboxes.create()).channel
+        channel = (await sandboxes.one()).channel
         with pytest.raises(PortClosed):
             await streams.connect(channel, 9)
         with pytest.raises(InvalidRequest):
@@ -301,7 +301,7 @@ class TestPorts(_Local):
         assert not channel.operations()
 
     async def test_the_next_edge_drops_it(self, sandboxes: Sandboxes) -> None:
-        instance = await sandboxes.create()
+        instance = await sandboxes.one()
         async with server(instance):
             await streams.connect(instance.channel, PORT)
             await sandboxes.next_edge()
