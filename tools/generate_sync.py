@@ -25,7 +25,7 @@ TARGETS = {
     "_sync_inside": ("_streams", "_command", "_commands", "_files"),
     "_sync_sessions": ("_sessions", "_network"),
     "_sync_machine": ("_machine",),
-    "_sync_catalog": ("_catalog", "_functions", "_rights"),
+    "_sync_catalog": ("_catalog", "_functions", "_rights", "_nodes"),
     "_sync_sandbox": ("_sandbox",),
     "_sync": ("_run", "_client"),
     "_sync_groups": ("_groups",),
@@ -46,6 +46,7 @@ CLASSES = {
     "AsyncSandbox": "Sandbox",
     "AsyncCatalog": "Catalog",
     "AsyncRights": "Rights",
+    "AsyncNodes": "Nodes",
     "AsyncFunction": "Function",
     "AsyncRun": "Run",
     "AsyncClient": "Client",
@@ -59,7 +60,7 @@ from __future__ import annotations
 '''
 _NAMES = re.compile(
     r"\bAsync(Commands?|Files|PortStream|Ports|Watch|NetworkAccess|Console|Checkpoints|Sandbox|Sessions?|Catalog|"
-    r"Rights|Function|Run|Client|Group)\b"
+    r"Rights|Nodes|Function|Run|Client|Group)\b"
 )
 
 

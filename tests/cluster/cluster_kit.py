@@ -356,6 +356,19 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return bytes(answer.read())
 
+    def cli(self, *arguments: str) -> str:
+        """What `dsec ...` prints, as the operator."""
+        done = subprocess.run(
+            [sys.executable, "-m", "dsec.cli.main", *arguments],
+            env={**os.environ, "PYTHONPATH": str(SOURCES), "DSEC_URL": self.apis[0].url, "DSEC_API_KEY": self.key},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def cordon(self, edge: int, cordoned: bool = True) -> None:
         """Returns when all apiservers know."""
         self.post(f"/v1/nodes/{edge}/{'cordon' if cordoned else 'uncordon'}")

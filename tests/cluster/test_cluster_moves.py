@@ -135,9 +135,10 @@ async def test_a_drained_node_loses_nothing(cluster: Cluster, one: AsyncClient, 
     sums = [await box.files.read("/sum") for box in boxes]
     busy = asyncio.create_task(boxes[0].commands.run(["sh", "-c", "sleep 3; echo done"]))
     await asyncio.sleep(0.5)
-    answer = await asyncio.to_thread(cluster.post, "/v1/nodes/2/drain?deadline_s=60")
+    said = await asyncio.to_thread(cluster.cli, "node", "drain", "2", "--deadline-s", "60", "--json")
     assert (await busy).stdout == "done\n", "it was waited for"
-    moved = {item["id"]: item for item in map(json.loads, answer.splitlines())}
+    moved = {item["id"]: item for item in map(json.loads, said.splitlines())}
+    assert [each async for each in other.nodes.drain(2)] == [], "there is nothing left to move"
     assert {each.id for each in boxes} == set(moved)
     assert {item.get("edge") for item in moved.values()} <= {1, 3}, moved
     for box, told in zip(boxes, sums, strict=True):

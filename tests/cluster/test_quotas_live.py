@@ -1,10 +1,13 @@
-"""Forks, function calls and judge runs within a project's quota, in a real cluster: two apiservers, simulated edges."""
+"""Forks, function calls and judge runs within a project's quota, and nodes as the SDK and the CLI have them: two real
+apiservers, simulated edges."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,9 +17,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from dsec import AsyncClient
+from dsec import AsyncClient, SandboxSpec
 from dsec.bench.cluster_place import ClusterPlace, running
-from dsec.errors import DsecError, QuotaExceeded
+from dsec.errors import DsecError, NotFound, PermissionDenied, QuotaExceeded
+from dsec.spec.ids import edge_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SMALL: dict[str, Any] = {"memory_bytes": 64 << 20}
@@ -159,3 +163,42 @@ async def test_what_has_no_share_is_refused_clearly_and_holds_none(place: Cluste
         assert b"fncall" in answer
     for path in ("/v1/judge", "/v1/functions"):
         assert (await post(place.apis[1], key, path, {"nothing": 1}))[0] == 400
+
+
+async def test_nodes_by_sdk_and_cli(place: ClusterPlace, root: AsyncClient) -> None:
+    assert [each["edge"] for each in await root.nodes.list()] == [1, 2, 3, 4]
+    assert (await root.nodes.cordon(2))["cordoned"]
+    said = json.loads(await dsec(place, "node", "ls", "--json"))
+    assert [(each["health"], each["cordoned"]) for each in said] == [("well", number == 2) for number in range(1, 5)]
+    async with AsyncClient(place.apis[1], place.key) as other:
+        began = time.monotonic()
+        while not (await other.nodes.list())[1]["cordoned"]:
+            assert time.monotonic() - began < 60
+        results = [each async for each in other.create_many([SandboxSpec(environment="debian", **SMALL)] * 40)]
+    ids = [each.sandbox.id for each in results if each.sandbox is not None]
+    assert len(ids) == 40
+    assert 2 not in {edge_of(each) for each in ids}
+    await dsec(place, "node", "uncordon", "2")
+    assert not any(each["cordoned"] for each in await root.nodes.list())
+    await root.kill_many(ids)
+    with pytest.raises(NotFound):
+        await root.nodes.cordon(77)
+    with pytest.raises(NotFound):
+        [each async for each in root.nodes.drain(77)]
+    key = await key_of(root, "nodeless", {})
+    async with AsyncClient(place.apis[0], key) as client:
+        for call in (client.nodes.list(), client.nodes.cordon(1), anext(client.nodes.drain(1))):
+            with pytest.raises(PermissionDenied):
+                await call
+
+
+async def dsec(place: ClusterPlace, *arguments: str) -> str:
+    """What the command prints, as the operator."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dsec.cli.main", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "DSEC_URL": place.apis[0], "DSEC_API_KEY": place.key},
+    )
+    said, _ = await process.communicate()
+    assert process.returncode == 0
+    return said.decode()

@@ -289,7 +289,7 @@ class Moves:
 
     async def drain(self, edge: int, deadline_s: float) -> AsyncIterator[dict[str, Any]]:
         """Move all that a node has, a few at a time: what became of each, as it is known. One in which commands run is
-        waited for. Raises `SandboxNotFound`, `SandboxLost`, `Unavailable`."""
+        waited for. Raises `NotFound`, `SandboxLost`, `Unavailable`."""
         await self._nodes.cordon(edge, cordoned=True)
         member = self._nodes.member(edge, "")
         deadline = time.monotonic() + deadline_s

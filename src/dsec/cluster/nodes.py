@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.logs import SHARDS
 from dsec.cluster.wire import Heartbeat, Join, Joined, Member, Ping
-from dsec.errors import Conflict, DsecError, SandboxLost, SandboxNotFound, Unavailable
+from dsec.errors import Conflict, DsecError, NotFound, SandboxLost, SandboxNotFound, Unavailable
 from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
@@ -271,11 +271,11 @@ class Nodes:
             log.warning("fencing edge %d: %s", edge, error)
 
     async def cordon(self, edge: int, cordoned: bool) -> Member:
-        """An operator's word: nothing new goes there. Raises `SandboxNotFound`, `Unavailable`."""
+        """An operator's word: nothing new goes there. Raises `NotFound`, `Unavailable`."""
         while True:
             revision, record = await self._members.get(str(edge))
             if record is None:
-                raise SandboxNotFound(f"there is no edge {edge}")
+                raise NotFound(f"no node {edge} has joined this cluster", remedy="`dsec node ls` lists them.")
             new = replace(record, cordoned=cordoned)
             if await self._members.put_if(str(edge), revision, new) is not None:
                 return new

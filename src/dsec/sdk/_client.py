@@ -16,6 +16,7 @@ from dsec.sdk._config import find_endpoint
 from dsec.sdk._functions import AsyncFunction, function_spec
 from dsec.sdk._judging import Cases, JudgeResult, OnCase, judge, judge_lines, judge_many, judge_spec
 from dsec.sdk._many import chosen, move_many, run_many
+from dsec.sdk._nodes import AsyncNodes
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._rights import AsyncRights
 from dsec.sdk._run import AsyncRun
@@ -46,8 +47,11 @@ class AsyncClient:
     def __init__(self, url: str | None = None, api_key: str | None = None, *, retry_s: float = RETRY_S) -> None:
         self._transport = Transport(find_endpoint(url, api_key), retry_s=retry_s)
         self.catalog: AsyncCatalog = AsyncCatalog(self._transport)
-        self.rights: AsyncRights = AsyncRights(self._transport)
         """Layers and environments."""
+        self.rights: AsyncRights = AsyncRights(self._transport)
+        """Projects, roles and keys of a cluster."""
+        self.nodes: AsyncNodes = AsyncNodes(self._transport)
+        """A cluster's nodes."""
 
     @property
     def url(self) -> str:
@@ -126,6 +130,7 @@ class AsyncClient:
         client._transport = Transport(self._transport.endpoint, retry_s=self._transport.retry_s)
         client.catalog = AsyncCatalog(client._transport)
         client.rights = AsyncRights(client._transport)
+        client.nodes = AsyncNodes(client._transport)
         return client
 
     async def list(

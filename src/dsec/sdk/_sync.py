@@ -13,7 +13,7 @@ from dsec.sdk._judging import Cases, JudgeResult, OnCase
 from dsec.sdk._portal import Wrapper, call, iterate, unwrap_each
 from dsec.sdk._results import CreateResult, RunResult
 from dsec.sdk._run import AsyncRun
-from dsec.sdk._sync_catalog import Catalog, Function, Rights
+from dsec.sdk._sync_catalog import Catalog, Function, Nodes, Rights
 from dsec.sdk._sync_sandbox import Sandbox
 from dsec.sdk._transport import RETRY_S
 from dsec.spec.causes import Cause
@@ -128,12 +128,18 @@ class Client(Wrapper):
 
     @property
     def catalog(self) -> Catalog:
+        """Layers and environments."""
         return Catalog(self._async.catalog)
 
     @property
     def rights(self) -> Rights:
-        """Layers and environments."""
+        """Projects, roles and keys of a cluster."""
         return Rights(self._async.rights)
+
+    @property
+    def nodes(self) -> Nodes:
+        """A cluster's nodes."""
+        return Nodes(self._async.nodes)
 
     @property
     def url(self) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from dsec.sdk._catalog import AsyncCatalog, Info, OnLog, OnStep
 from dsec.sdk._functions import AsyncFunction
+from dsec.sdk._nodes import AsyncNodes, Row
 from dsec.sdk._portal import Wrapper, call, iterate
-from dsec.sdk._rights import AsyncRights, Row
+from dsec.sdk._rights import AsyncRights
 from dsec.spec.functions import FunctionCall, FunctionResult, FunctionSpec
 from dsec.spec.network import KeyPolicy, Network
 
@@ -280,3 +281,33 @@ class Rights(Wrapper):
     def audit(self, after: int = 0, limit: int = 100) -> tuple[list[Row], int]:
         """What was changed and refused in the project and below it, oldest first, and the number to go on from."""
         return call(self._async.audit(after, limit))
+
+
+class Nodes(Wrapper):
+    """A cluster's nodes, with a key of its operator's (of the project `default`). Only in a cluster (else
+    `NotFound`)."""
+
+    _async: AsyncNodes
+
+    def __init__(self, inner: AsyncNodes) -> None:
+        """Not for callers."""
+        self._async = inner
+
+    def list(self) -> list[Row]:
+        """Each with its number (`edge`), health, labels and load."""
+        return call(self._async.list())
+
+    def cordon(self, edge: int) -> Row:
+        """It gets no new sandboxes; those that it has go on. Raises `NotFound`, `PermissionDenied`."""
+        return call(self._async.cordon(edge))
+
+    def uncordon(self, edge: int) -> Row:
+        """It gets new ones again."""
+        return call(self._async.uncordon(edge))
+
+    def drain(self, edge: int, *, deadline_s: float | None = None) -> Iterator[Row]:
+        """Cordon it and move what it has to other nodes, under the same ids: a row each, as it is known, with `id` and
+        either `edge` (where it is now) or `error` (it stays). One in which commands run is waited for, 300 s unless
+        `deadline_s` says otherwise. Asked again it goes on, which a broken connection does by itself. Raises as
+        `cordon`, `SandboxLost` where the node is lost."""
+        return iterate(self._async.drain(edge, deadline_s=deadline_s))
