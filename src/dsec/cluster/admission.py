@@ -9,6 +9,7 @@ from dsec.cluster.audit import Audit
 from dsec.cluster.iam import OPERATOR, Authority, Caller
 from dsec.cluster.keys import Keys
 from dsec.cluster.verbs import verb_of
+from dsec.errors import PermissionDenied
 from dsec.spec.iam import Verb
 
 
@@ -41,4 +42,8 @@ class Admission:
         project = OPERATOR if verb is Verb.OPERATE else caller.project
         if not self._authority.allowed(caller, verb, project):
             self._audit.refused(by=caller.name, project=caller.project, about=about, verb=verb)
+            if verb is Verb.OPERATE:
+                raise PermissionDenied(
+                    "this key can't operate the cluster", remedy=f"Use one of the operator's, of the project {OPERATOR}."
+                )
             self._authority.demand(caller, verb, project)
