@@ -44,6 +44,6 @@ class Admission:
             self._audit.refused(by=caller.name, project=caller.project, about=about, verb=verb)
             if verb is Verb.OPERATE:
                 raise PermissionDenied(
-                    "this key can't operate the cluster", remedy=f"Use one of the operator's, of the project {OPERATOR}."
+                    "this key can't operate the cluster", remedy=f"Use one of the project {OPERATOR}."
                 )
             self._authority.demand(caller, verb, project)
