@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 from msgspec import Struct
@@ -31,6 +31,7 @@ _NAME = re.compile(NAME_PATTERN)
 _LAYER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}")
 DEFAULT = "debian"
 SCRATCH = "scratch"
+_VIEWS = 64
 MAX_LAYERS = 400
 """Of one sandbox; the kernel stacks 500."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -103,6 +104,8 @@ class EnvironmentStore:
         self._runtime: str | None = None
         self._configs: dict[str, ImageConfig] = {}
         self._lent: list[tuple[str, frozenset[str]]] = []
+        self._visible: dict[str | None, tuple[tuple[int, int], frozenset[str]]] = {}
+        """What projects that asked lately may read of layers; the latest last."""
 
     def runtime(self) -> str:
         """The digest of the runtime layer, made on first use."""
@@ -182,7 +185,7 @@ class EnvironmentStore:
             return Environment(name=SCRATCH, layers=(self.runtime(),))
         known = self._environments.find(name, project)
         if known is None:
-            names = ", ".join(sorted(env.name for env in self.list(project))) or "none yet"
+            names = ", ".join(self._environments.some(project, 20)) or "none yet"
             raise EnvironmentNotFound(
                 f"there is no environment {name!r}", remedy=f"Known here: {names[:300]}.", environment=name
             )
@@ -278,11 +281,22 @@ class EnvironmentStore:
         """Forget a project's name of a layer. False where it has none."""
         return self._layer_names.remove(name, project)
 
-    def visible_layers(self, project: str | None) -> set[str]:
+    def visible_layers(self, project: str | None) -> Set[str]:
         """Every layer that some name stands for which a project may read."""
-        found = {named.layer for named in self.layer_names(project)}
         lent = [layers for borrower, layers in self._lent if project in (borrower, None)]
-        return found.union(*(environment.layers for environment in self.list(project)), *lent)
+        return self._named_layers(project).union(*lent)
+
+    def _named_layers(self, project: str | None) -> frozenset[str]:
+        """Looked for anew only when a name has changed."""
+        version = self._environments.version, self._layer_names.version
+        known = self._visible.pop(project, None)
+        if known is None or known[0] != version:
+            named = {named.layer for named in self.layer_names(project)}
+            known = version, frozenset(named.union(*(each.layers for each in self.list(project))))
+        self._visible[project] = known
+        if len(self._visible) > _VIEWS:
+            del self._visible[next(iter(self._visible))]
+        return known[1]
 
     @contextlib.contextmanager
     def lending(self, project: str, layers: Iterable[str]) -> Iterator[None]:
@@ -294,7 +308,7 @@ class EnvironmentStore:
         finally:
             self._lent.remove(lent)
 
-    def unused_layers(self) -> set[str]:
+    def unused_layers(self) -> Set[str]:
         """Layers that no name stands for: the caller knows whether sandboxes still run on them."""
         return {meta.digest for meta in self.layers.all()} - self.visible_layers(None) - {self.runtime()}
 

@@ -40,6 +40,11 @@ UNUSED_S = 600.0
 _LONGEST = 200
 
 
+def _key(kind: type, name: str, project: str) -> str:
+    """Where the store has a name."""
+    return f"names/{'environments' if kind is Environment else 'layers'}/{_part(name)}/{_part(project)}"
+
+
 def _part(text: str) -> str:
     encoded = quote(text, safe="@+").replace("~", "%7E")
     if encoded.startswith("."):
@@ -67,7 +72,7 @@ class RemoteCatalog:
         self._renewing: asyncio.Task[None] | None = None
         self._learnt: dict[tuple[str, str, str], float] = {}
         """When a name was looked for last, by kind, name and project."""
-        self._published: dict[str, bytes] = {}
+        self._published: dict[tuple[type, str, str], Environment | LayerName] = {}
         self._publishing = asyncio.Lock()
         self._touched: dict[str, float] = {}
         """When a layer filled on demand was asked for last."""
@@ -119,16 +124,14 @@ class RemoteCatalog:
     async def publish(self) -> None:
         """Bring what changed of this node's names into the store. Raises `Unavailable`."""
         async with self._publishing:
-            now: dict[str, bytes] = {}
-            for item in self._environments.own_names():
-                if item.project:
-                    top = "environments" if isinstance(item, Environment) else "layers"
-                    now[f"names/{top}/{_part(item.name)}/{_part(item.project)}"] = msgspec.json.encode(item)
-            for key, data in now.items():
-                if self._published.get(key) != data:
-                    await self._store.put(key, data)
-            for key in self._published.keys() - now.keys():
-                await self._store.delete(key)
+            now = {
+                (type(item), item.name, item.project): item for item in self._environments.own_names() if item.project
+            }
+            for which, item in now.items():
+                if self._published.get(which) != item:
+                    await self._store.put(_key(*which), msgspec.json.encode(item))
+            for which in self._published.keys() - now.keys():
+                await self._store.delete(_key(*which))
             self._published = now
 
     def knows(self, spec: SandboxSpec, project: str) -> bool:

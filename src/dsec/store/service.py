@@ -11,7 +11,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -274,28 +275,37 @@ class LayerService:
     async def list(self, project: str) -> Sequence[LayerInfo]:
         """The layers that a project may read."""
         await asyncio.to_thread(self.environments.refresh)
-        found = []
-        for digest in sorted(self.environments.visible_layers(project)):
-            if self.layers.has(digest) or self.layers.is_lazy(digest):
-                found.append(self._brief(digest, project))
+        visible = sorted(self.environments.visible_layers(project))
+        here = [digest for digest in visible if self.layers.has(digest) or self.layers.is_lazy(digest)]
+        found = await asyncio.to_thread(self._briefs, here, project)
         return sorted(found, key=lambda info: info.created_at)
 
-    def _brief(self, digest: str, project: str) -> LayerInfo:
-        meta = self.layers.meta(digest)
-        return LayerInfo(
-            digest=digest,
-            names=[each.name for each in self.environments.layer_names(project) if each.layer == digest],
-            environments=[each.name for each in self.environments.list(project) if digest in each.layers],
-            kind=meta.kind,
-            description=meta.description,
-            size_bytes=meta.size_bytes,
-            created_at=meta.created_at,
-        )
+    def _briefs(self, digests: Iterable[str], project: str) -> Sequence[LayerInfo]:
+        """Goes through all names once: there may be a hundred thousand."""
+        names, environments = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        for named in self.environments.layer_names(project):
+            names[named.layer].append(named.name)
+        for environment in self.environments.list(project):
+            for digest in dict.fromkeys(environment.layers):
+                environments[digest].append(environment.name)
+        return [
+            LayerInfo(
+                digest=digest,
+                names=names[digest],
+                environments=environments[digest],
+                kind=meta.kind,
+                description=meta.description,
+                size_bytes=meta.size_bytes,
+                created_at=meta.created_at,
+            )
+            for digest in digests
+            for meta in [self.layers.meta(digest)]
+        ]
 
     async def inspect(self, project: str, reference: str) -> LayerInfo:
         """Everything about a layer. Raises `NotFound`."""
         digest = self.environments.find_layer(reference, project)
-        brief = self._brief(digest, project)
+        (brief,) = await asyncio.to_thread(self._briefs, [digest], project)
         try:
             manifest = await asyncio.to_thread(self.layers.manifest, digest)
         except NotFound:
