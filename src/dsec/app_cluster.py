@@ -58,6 +58,8 @@ from dsec.plan.watch import Watch, WatchPolicy
 from dsec.spec.cluster import NodeFacts
 from dsec.store.blobs import open_store
 
+SOUND_S = 12.0
+"""An apiserver that wasn't heard by a majority of the servers for so long tells no node that it hears it."""
 MADE_S = 86400.0
 """How long a key leads to the nodes of its first request."""
 LOOPBACK = re.compile(r"127\.|localhost$|::1$")
@@ -261,6 +263,7 @@ async def open_cluster(
         records = await bus.bucket("dsec_keys", KeyRecord, replicas=replicas)
         authority = Authority(rights, iam)
         fresh = Freshness(cut_off_s, bus, {rights: IamRecord(), records: KeyRecord(project="")})
+        nodes.sound = lambda: fresh.within(SOUND_S)
         keys = Keys(records, authority, fresh)
         audit = await Audit.open(bus, replicas)
         runs = ClusterRuns(bus, await bus.bucket("dsec_runs", RunRecord, replicas=replicas), nodes)

@@ -34,6 +34,7 @@ from dsec.app import read_config
 from dsec.cluster.credentials import make_cluster
 from dsec.kernel import census
 from free_port import free_port
+from trees import link_store
 
 SOURCES = Path(__file__).parents[2] / "src"
 LOOPBACK = "127.0.0.1"
@@ -402,6 +403,16 @@ class Cluster:
         """The ends of all logs, for a failure."""
         names = [process.log for process in (*self.nats, *self.apis, *self.edges)]
         return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in names if path.exists())
+
+
+def own_store(state: Path) -> Path:
+    """Nodes have layers of their own; what doesn't change is linked."""
+    common = (state / "store").resolve()
+    (state / "store").unlink()
+    link_store(common, state / "store")
+    for base in ("chunks.db", "chunks.db-wal", "chunks.db-shm"):
+        (state / "store" / base).unlink(missing_ok=True)
+    return state
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import nats
 import pytest
-from cluster_kit import Cluster, eventually, running, until
+from cluster_kit import Cluster, eventually, own_store, running, until
 from nats.js import JetStreamContext
 
 from dsec import AsyncClient, AsyncSandbox, Cause
@@ -23,7 +23,6 @@ from dsec.cluster.logs import SHARDS, all_of, shard_of, stream_of
 from dsec.errors import SandboxLost, SandboxNotFound
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
-from trees import link_store
 
 pytestmark = pytest.mark.root
 SMALL: dict[str, Any] = {"memory_bytes": 64 << 20, "disk_bytes": 64 << 20}
@@ -42,16 +41,6 @@ def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
 
     with running(directory, states, store=directory / "shared", prepare=prepare) as made:
         yield made
-
-
-def own_store(state: Path) -> Path:
-    """Nodes have layers of their own; what doesn't change is linked."""
-    common = (state / "store").resolve()
-    (state / "store").unlink()
-    link_store(common, state / "store")
-    for base in ("chunks.db", "chunks.db-wal", "chunks.db-shm"):
-        (state / "store" / base).unlink(missing_ok=True)
-    return state
 
 
 async def on(client: AsyncClient, cluster: Cluster, edge: int, **options: Any) -> AsyncSandbox:

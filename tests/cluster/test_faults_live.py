@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import subprocess
 import time
 from collections import Counter
@@ -18,16 +17,16 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import nats
 import pytest
-from cluster_kit import PATIENCE_S, Cluster, Process, apart, eventually, running, until
+from cluster_kit import LOST_S, PATIENCE_S, Cluster, Process, apart, eventually, own_store, running, until
+from faults_kit import Liar, answer, apart_from, healed, incarnation, serve_lies, servers_of, until_said
 
+import server_kit
 from dsec import AsyncClient, AsyncPortStream, AsyncSandbox
-from dsec.cluster.credentials import read_credentials
-from dsec.cluster.wire import Heartbeat, Join, Joined
-from dsec.errors import DsecError, NotFound, PortClosed, SandboxNotFound, Unavailable
+from dsec.cluster.wire import Heartbeat
+from dsec.errors import DsecError, NotFound, PortClosed, SandboxLost, SandboxNotFound, Unavailable
 from dsec.sockets import CLUSTER_SILENCE_S
-from dsec.spec.cluster import Charged, NodeFacts, NodeReport
+from dsec.spec.cluster import Charged, NodeReport
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
 from free_port import free_port
@@ -49,43 +48,14 @@ def at(edge: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cluster(state_over: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("faults")
-    states = [state_over(directory / f"state-{number}") for number in (1, 2)]
+    states = [own_store(state_over(directory / f"state-{number}")) for number in (1, 2)]
 
     def prepare(made: Cluster) -> None:
         made.use(made.apis, cut_off_after=str(CUT_OFF_S), log_mib=str(LOG_MIB))
 
-    with apart() as spaces, running(directory, states, spaces=spaces, prepare=prepare) as made:
+    shared = directory / "shared"
+    with apart() as spaces, running(directory, states, store=shared, spaces=spaces, prepare=prepare) as made:
         yield made
-
-
-async def answer(url: str, key: str) -> str:
-    """What a server says to this key, at once: `ok` or the code of an error."""
-    headers = {"authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"{url}/v1/sandboxes") as got:
-        body = msgspec.json.decode(await got.read())
-        return "ok" if got.status == 200 else str(body["code"])
-
-
-async def until_said(url: str, key: str, wanted: str, within_s: float) -> list[str]:
-    """What it said until it said `wanted`."""
-    began, said = time.monotonic(), []
-    while True:
-        said.append(await answer(url, key))
-        if said[-1] == wanted:
-            return said
-        assert time.monotonic() - began < within_s, Counter(said)
-        await asyncio.sleep(0.1)
-
-
-def healed(cluster: Cluster) -> None:
-    """All is well; what went and came too often for this minute is forgiven."""
-    calm = (["well", "well"], ["flapping", "well"], ["well", "flapping"], ["flapping", "flapping"])
-    until(lambda: all(cluster.healths(api) in calm for api in cluster.apis), "all are there")
-    for api in cluster.apis:
-        if "flapping" in cluster.healths(api):
-            api.kill()
-            api.start()
-    until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -200,6 +170,60 @@ async def test_a_node_that_vanishes_without_a_word(cluster: Cluster, one: AsyncC
         await port.close()
     healed(cluster)
     await one.kill(box.id)
+
+
+async def test_a_node_whose_nats_server_lost_the_others(cluster: Cluster, one: AsyncClient) -> None:
+    """It answers everything and passes nothing on. A node that reaches another one goes there."""
+    box = await one.create("debian", **at(2))
+    (server,) = servers_of(cluster, cluster.edges[1])
+    others = [each for each in cluster.nats if each is not server]
+    apart_from(cluster, [server], others)
+    try:
+        until(lambda: server not in servers_of(cluster, cluster.edges[1]), "it goes to another one")
+        until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all hear it again")
+        assert (await box.commands.run(["echo", "hi"])).stdout == "hi\n"
+        assert (await one.create("debian", **at(2))).id != box.id
+    finally:
+        apart_from(cluster, [server], others, whole=True)
+    healed(cluster)
+    await one.kill_many([info.id for info in await one.list()])
+
+
+async def test_a_node_that_is_left_with_a_minority(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
+    """It and its NATS server reach nobody else: it is lost, once, and its sandboxes go on on the others alone."""
+    for api in cluster.apis:
+        cluster.restart_api(api, lost_after=6)
+    healed(cluster)
+    edge = cluster.edges[1]
+    kept = await one.create("debian", **at(1))
+    cluster.cordon(1)
+    box = await one.create("debian", **SMALL, sync="always")
+    cluster.cordon(1, False)
+    (server,) = servers_of(cluster, edge)
+    here, there = [edge, server], [*(each for each in cluster.nats if each is not server), *cluster.apis]
+    before = incarnation(cluster, 2)
+    apart_from(cluster, here, there)
+    try:
+        until(lambda: all(cluster.healths(api) == ["well", "lost"] for api in cluster.apis), "it is lost")
+        with pytest.raises(SandboxLost):
+            await (await one.connect(box.id)).commands.run(["true"])
+        runs = server_kit.Server(cluster.states[1])
+        assert runs.difference(set()) != "", "it goes on, and can't know"
+        assert (await other.rebuild(box.id)).sandbox.id == box.id
+        await (await other.connect(box.id)).files.write("/file", "on the other node\n")
+    finally:
+        apart_from(cluster, here, there, whole=True)
+    healed(cluster)
+    assert incarnation(cluster, 2) == before + 1, "it was lost once, and came back once"
+    until(lambda: runs.difference(set()) == "", "it has ended what was declared lost")
+    for client in (one, other):
+        assert sorted(info.id for info in await client.list()) == sorted([box.id, kept.id])
+        assert await (await client.connect(box.id)).files.read("/file") == "on the other node\n"
+        assert (await (await client.connect(kept.id)).commands.run(["echo", "hi"])).stdout == "hi\n"
+    await one.kill_many([box.id, kept.id])
+    for api in cluster.apis:
+        cluster.restart_api(api, lost_after=LOST_S)
+    healed(cluster)
 
 
 def faked(process: Process, offset_s: int, clock: Path) -> None:
@@ -358,52 +382,6 @@ async def test_ids_that_are_stale_forged_or_cut_short(cluster: Cluster, one: Asy
         await other.connect(good[:-1] + ("0" if good[-1] != "0" else "1"))
     assert (await box.commands.run(["echo", "here"])).stdout == "here\n"
     await box.kill()
-
-
-class Liar:
-    """Whoever took over a node's credentials, and joins with a process of their own."""
-
-    def __init__(self, cluster: Cluster, edge: int) -> None:
-        self._credentials = read_credentials(cluster.directory / "keys" / f"edge-{edge}.json")
-        self._urls = cluster.urls
-        self.edge = edge
-        self.asked: list[str] = []
-
-    async def __aenter__(self) -> Liar:
-        name = self._credentials.user
-        self.client = await nats.connect(
-            self._urls, nkeys_seed_str=self._credentials.seed, inbox_prefix=f"_INBOX.{name}", error_cb=_quiet
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.close()
-
-    async def join(self, url: str) -> Joined:
-        known = NodeFacts(edge=self.edge, max_live=1 << 40, max_starting=1 << 40, memory_capacity_bytes=1 << 60)
-        asked = Join(facts=known, instance="liar", host="h", had=None, url=url, secret=secrets.token_hex(32))
-        reply = await self.client.request(f"dsec.join.{self.edge}", msgspec.json.encode(asked), timeout=10)
-        return msgspec.json.decode(reply.data, type=Joined)
-
-    async def beat(self, data: bytes) -> None:
-        await self.client.publish(f"dsec.beat.{self.edge}", data)
-
-
-async def _quiet(_: Exception) -> None:
-    pass
-
-
-async def serve_lies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """To each order: that it was done, with sandboxes of other nodes' names; or garbage."""
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-        await reader.readuntil(b"\r\n\r\n")
-        body = b'{"id":"00000000000000000000000000","state":"running"}'
-        writer.write(
-            b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-        )
-        writer.write(body)
-        await writer.drain()
-    writer.close()
 
 
 async def test_a_node_that_lies(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:

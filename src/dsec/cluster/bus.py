@@ -51,6 +51,8 @@ PATIENCE_S = 30.0
 """For what a server has to have before anything works."""
 MOVE_S = 10.0
 """Between two looks for a better server."""
+HOPS = 4
+HOP_S = 5.0
 PENDING_BYTES = 8 << 20
 READ_S = 15.0
 LOOK_S = 2.0
@@ -82,12 +84,21 @@ class Bus:
         return bool(self._client.is_connected)
 
     async def elsewhere(self) -> None:
-        """The server that we have may have lost the others: go to the next one. Not too often."""
-        if self.connected and time.monotonic() - self._moved_at > MOVE_S:
-            self._moved_at = time.monotonic()
-            log.warning("bus: no majority answers through this server, trying another")
+        """The server that we have may have lost the others: go to another one. Not too often."""
+        if not self.connected or time.monotonic() - self._moved_at < MOVE_S:
+            return
+        self._moved_at = time.monotonic()
+        log.warning("bus: no majority answers through this server, trying another")
+        before = self._client.connected_url
+        for _ in range(HOPS):  # the client chooses by chance, the same one too
             with contextlib.suppress(NatsError, OSError):
                 await self._client.force_reconnect()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOP_S):
+                    while not self.connected:  # noqa: ASYNC110 (nothing tells)
+                        await asyncio.sleep(0.05)
+            if not self.connected or self._client.connected_url != before:
+                return
 
     async def publish(self, subject: str, value: object) -> None:
         """To whoever listens, or nobody. Dropped where the servers can't be reached: what is published is a state that

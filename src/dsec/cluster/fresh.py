@@ -42,6 +42,10 @@ class Freshness:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def within(self, limit_s: float) -> bool:
+        """Whether a majority of the servers was heard of so lately."""
+        return time.monotonic() - self._known_at < limit_s
+
     def check(self) -> None:
         """Raises `Unavailable` where what is known is too old."""
         age_s = time.monotonic() - self._known_at

@@ -3,6 +3,8 @@
 Invariants: it serves only under a claim that no watcher has fenced, as far as it can know, and takes no word of an
 apiserver that names another incarnation; what was declared lost is ended before the next claim is served; the
 incarnation is on disk only after that. What it holds survives it: on disk is `cluster.json` with the last incarnation.
+Every few seconds it asks whether it is heard: a NATS server that lost the others takes all and passes nothing on, so
+that it goes to another one before it is declared lost.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ from dsec.spec.runs import RunInfo
 BEAT_S = 1.2
 """Two may be missed before a node counts as silent."""
 BUSY_BEAT_S = 0.2
+ASK_EVERY_S = 4.0
+HEARD_S = 2.0
+UNHEARD = 2
+"""So many questions without an answer, and it tries another server."""
 END_LOST_S = 120.0
 FILE = "cluster.json"
 log = logging.getLogger("dsec.cluster")
@@ -88,6 +94,10 @@ class Membership:
         """Somebody has to be told them again."""
         self._brief = False
         """Whether the apiservers know reports without them."""
+        self._hears = False
+        """Whether the apiservers say that they hear it."""
+        self._ask_at = 0.0
+        self._unheard = 0
 
     async def run(self) -> None:
         """Join, and go on. Raises `Conflict` where this node's number is another's."""
@@ -153,12 +163,13 @@ class Membership:
         self.claim = joined.claim
         self.taken.clear()
         self._brief = joined.brief
+        self._hears = joined.hears
         self.joined(joined)
         log.info("edge %d serves, incarnation %d", self.facts.edge, joined.claim.incarnation)
 
     async def _beat(self) -> None:
         """One heartbeat, then a pause: a shorter one while sandboxes are made."""
-        await self._bus.publish(f"dsec.beat.{self.facts.edge}", self.heartbeat())
+        await self._say(self.heartbeat())
         said = dict(self.taken)
         deadline = time.monotonic() + BEAT_S
         while (left := deadline - time.monotonic()) > 0 and not self._fenced.is_set():
@@ -166,6 +177,21 @@ class Membership:
                 await asyncio.wait_for(self._fenced.wait(), min(left, BUSY_BEAT_S))
             if said != self.taken or self._asked:
                 return
+
+    async def _say(self, beat: Heartbeat) -> None:
+        subject = f"dsec.beat.{self.facts.edge}"
+        if not self._hears or time.monotonic() < self._ask_at:
+            await self._bus.publish(subject, beat)
+            return
+        try:
+            await self._bus.ask(subject, beat, HEARD_S)
+        except Unavailable:
+            self._unheard += 1
+            if self._unheard >= UNHEARD:
+                await self._bus.elsewhere()
+        else:
+            self._unheard = 0
+            self._ask_at = time.monotonic() + ASK_EVERY_S
 
     def heartbeat(self) -> Heartbeat:
         """The next one: brief where nothing of its details is new."""

@@ -44,6 +44,8 @@ class Nodes:
         """Called when an edge serves under a new claim."""
         self.lost: Callable[[int], None] = lambda edge: None
         """Called when an edge's incarnation is lost, or its record is gone."""
+        self.sound: Callable[[], bool] = lambda: True
+        """Whether this server has a majority of NATS servers behind it: else to be heard by it is worth nothing."""
         self.ready = asyncio.Event()
         """All records are known."""
         self._bus = bus
@@ -180,7 +182,7 @@ class Nodes:
         if await self._members.put_if(str(edge), revision, member) is None:
             raise Unavailable("its record changed meanwhile")
         log.info("edge %d joins at %s: incarnation %d, %s", edge, asked.url, new.incarnation, how.value)
-        return Joined(claim=new, end_all=how is Return.END_ALL, shards=SHARDS, brief=True)
+        return Joined(claim=new, end_all=how is Return.END_ALL, shards=SHARDS, brief=True, hears=True)
 
     async def _answers(self, edge: int) -> bool:
         """Whether a process serves as this edge now."""
@@ -229,6 +231,8 @@ class Nodes:
         if not serves(known.claim, report.incarnation):
             await self._bus.publish(f"dsec.edge.{report.edge}.fenced", report.incarnation)
             return
+        if message.reply and self.sound():
+            await self._bus.publish(message.reply, None)
         edge, now, said = report.edge, time.monotonic(), self._said.get(report.edge)
         self._said[edge] = (report.instance, beat.details, report)
         self._skew[edge] = beat.now - time.time()

@@ -65,6 +65,8 @@ class Joined(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Streams that take logs (`logs.py`); 0: an apiserver that knows of none."""
     brief: bool = False
     """Heartbeats may be brief: one that doesn't know this would take details that were left out for none."""
+    hears: bool = False
+    """Who hears a heartbeat that asks for it says so."""
 
 
 class Member(Struct, frozen=True, kw_only=True):
