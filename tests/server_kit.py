@@ -134,8 +134,8 @@ class Server:
 def serving(state: Path, *, on_exit: str = "destroy") -> Iterator[Server]:
     """A server that runs; whatever became of it, nothing of it is left in the end."""
     server = Server(state, on_exit=on_exit)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         end(server)
@@ -144,7 +144,7 @@ def serving(state: Path, *, on_exit: str = "destroy") -> Iterator[Server]:
 def end(server: Server) -> None:
     """Stop it, and see that nothing is left on the host."""
     if server.alive():
-        server.stop()
+        server.stop()  # also one that didn't answer in time
     if server.census() != census.Census():
         server.on_exit = "destroy"
         server.start()

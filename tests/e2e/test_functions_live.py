@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from dsec import Client, FunctionCall, FunctionFailed, FunctionLimits, FunctionResult
+from calls_kit import call, client_of
+from dsec import Client, FunctionCall, FunctionFailed, FunctionLimits
 from dsec.errors import EnvironmentNotFound, InvalidRequest, Unsupported
 from dsec.spec.causes import Cause
 from server_kit import Server, serving, until
@@ -33,14 +34,8 @@ def server(debian_module_state: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Client]:
-    endpoint = server.endpoint()
-    with Client(endpoint.url, endpoint.api_key) as client:
+    with client_of(server) as client:
         yield client
-
-
-def call(client: Client, source: str, *args: Any, **fields: Any) -> FunctionResult:
-    """One call of `f` in a source."""
-    return client.function(source, "f", **fields).run(FunctionCall(args=list(args)))
 
 
 # --- values ---

@@ -8,11 +8,11 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from calls_kit import client_of
 from dsec import Client, FunctionCall, FunctionResult
 from server_kit import Server, serving, until
 
@@ -28,14 +28,8 @@ def server(debian_module_state: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Client]:
-    endpoint = server.endpoint()
-    with Client(endpoint.url, endpoint.api_key) as client:
+    with client_of(server) as client:
         yield client
-
-
-def call(client: Client, source: str, *args: Any, **fields: Any) -> FunctionResult:
-    """One call of `f` in a source."""
-    return client.function(source, "f", **fields).run(FunctionCall(args=list(args)))
 
 
 def _posted(server: Server, source: str, argument: object, *more: str, bearer: str = "") -> socket.socket:

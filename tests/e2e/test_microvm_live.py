@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,62 +14,28 @@ import msgspec
 import pytest
 
 from dsec import AsyncClient, AsyncSandbox
-from dsec.errors import CreateFailed, InvalidRequest, Unsupported
+from dsec.errors import InvalidRequest, Unsupported
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import SandboxInfo, SandboxSpec, State
-from server_kit import PATIENCE_S, Server, serving
+from dsec.spec.sandbox import SandboxInfo, State
+from microvm_kit import SMALL, emptied, monitors, needs_qemu, said, serving_machines
+from server_kit import PATIENCE_S, Server
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
-]
+pytestmark = [pytest.mark.root, needs_qemu]
 
-SMALL = SandboxSpec(
-    environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128, cpus=1
-)
 IDENTITY = "cat /proc/sys/kernel/random/boot_id; hostname; head -c 16 /dev/urandom | od -An -tx1"
 
 
 @pytest.fixture(scope="module")
 def server(debian_module_state: Path, vm_templates: Path) -> Iterator[Server]:
-    (debian_module_state / "vm").mkdir()
-    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
-    vm_templates.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSEC_VM_ACCEL", "tcg")
-        patch.setenv("DSEC_VM_SPARE", "1")
-        with serving(debian_module_state) as server:
-            asyncio.run(prime(server))
-            yield server
-
-
-async def prime(server: Server) -> None:
-    """Have the template booted: on a busy machine that takes longer than a creation may, and goes on behind it."""
-    async with server.client() as client, asyncio.timeout(4 * PATIENCE_S):
-        while True:
-            try:
-                await (await client.create(SMALL)).kill()
-                return
-            except CreateFailed:
-                continue
+    with serving_machines(debian_module_state, vm_templates, SPARE="1") as server:
+        yield server
 
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncClient]:
-    async with server.client() as client:
+    async with emptied(server) as client:
         yield client
-        await client.kill_many(await client.list())
-
-
-async def said(box: AsyncSandbox, script: str) -> str:
-    """What a script printed."""
-    return (await box.commands.run(["sh", "-c", script])).check().stdout.strip()
-
-
-def monitors(server: Server) -> list[int]:
-    """The VMMs of a server's machines, spare ones too."""
-    return [pid for pid in server.guests() if b"qemu" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_a_kernel_of_its_own_and_the_rest_as_usual(client: AsyncClient) -> None:

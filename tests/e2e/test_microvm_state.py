@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,21 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dsec import AsyncClient, AsyncSandbox, Grader
-from dsec.errors import CreateFailed
+from dsec import AsyncClient, Grader
 from dsec.spec.causes import Cause
-from dsec.spec.sandbox import SandboxSpec, State
-from server_kit import PATIENCE_S, Server, serving
+from dsec.spec.sandbox import State
+from microvm_kit import SMALL, emptied, needs_qemu, said, serving_machines
+from server_kit import PATIENCE_S, Server
 from trees import link_store
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
-]
+pytestmark = [pytest.mark.root, needs_qemu]
 
-SMALL = SandboxSpec(
-    environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128, cpus=1
-)
 COUNTER = "n=0; while :; do n=$((n+1)); echo $n > /dev/shm/new; mv /dev/shm/new /dev/shm/count; sleep 0.2; done"
 LOOK = """cat /dev/shm/kept /kept /dev/shm/count; sleep 0.7; cat /dev/shm/count; hostname; cat /etc/machine-id
 head -c 16 /dev/urandom | od -An -tx1; date +%s.%N; pgrep -x sh"""
@@ -38,38 +31,14 @@ def server(debian_store: Path, vm_templates: Path, tmp_path_factory: pytest.Temp
     state.mkdir(mode=0o700)
     link_store(debian_store, state / "store")  # its own names, the same files
     (state / "native").symlink_to(debian_store.parent / "native")
-    (state / "vm").mkdir()
-    (state / "vm" / "templates").symlink_to(vm_templates)
-    vm_templates.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSEC_VM_ACCEL", "tcg")
-        patch.setenv("DSEC_VM_SPARE", "0")
-        with serving(state) as server:
-            asyncio.run(prime(server))
-            yield server
-
-
-async def prime(server: Server) -> None:
-    """Have the template booted: on a busy machine that takes longer than a creation may, and goes on behind it."""
-    async with server.client() as client, asyncio.timeout(4 * PATIENCE_S):
-        while True:
-            try:
-                await (await client.create(SMALL)).kill()
-                return
-            except CreateFailed:
-                continue
+    with serving_machines(state, vm_templates) as server:
+        yield server
 
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncClient]:
-    async with server.client() as client:
+    async with emptied(server) as client:
         yield client
-        await client.kill_many(await client.list())
-
-
-async def said(box: AsyncSandbox, script: str) -> str:
-    """What a script printed."""
-    return (await box.commands.run(["sh", "-c", script])).check().stdout.strip()
 
 
 def kept(server: Server) -> list[Path]:

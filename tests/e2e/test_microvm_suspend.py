@@ -5,66 +5,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from dsec import AsyncClient, AsyncSandbox
-from dsec.errors import CreateFailed
-from dsec.spec.sandbox import SandboxSpec, State
-from server_kit import PATIENCE_S, Server, serving
+from dsec.spec.sandbox import State
+from microvm_kit import SMALL, emptied, monitors, needs_qemu, said, serving_machines
+from server_kit import PATIENCE_S, Server
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
-]
-
-SMALL = SandboxSpec(
-    environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128, cpus=1
-)
+pytestmark = [pytest.mark.root, needs_qemu]
 
 
 @pytest.fixture(scope="module")
 def server(debian_module_state: Path, vm_templates: Path) -> Iterator[Server]:
-    (debian_module_state / "vm").mkdir()
-    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
-    vm_templates.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"ACCEL": "tcg", "SPARE": "0", "PAUSE": "suspend"}.items():
-            patch.setenv(f"DSEC_VM_{name}", value)
-        with serving(debian_module_state) as server:
-            asyncio.run(prime(server))
-            yield server
-
-
-async def prime(server: Server) -> None:
-    """Have the template booted: on a busy machine that takes longer than a creation may, and goes on behind it."""
-    async with server.client() as client, asyncio.timeout(4 * PATIENCE_S):
-        while True:
-            try:
-                await (await client.create(SMALL)).kill()
-                return
-            except CreateFailed:
-                continue
+    with serving_machines(debian_module_state, vm_templates, PAUSE="suspend") as server:
+        yield server
 
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncClient]:
-    async with server.client() as client:
+    async with emptied(server) as client:
         yield client
-        await client.kill_many(await client.list())
-
-
-async def said(box: AsyncSandbox, script: str) -> str:
-    """What a script printed."""
-    return (await box.commands.run(["sh", "-c", script])).check().stdout.strip()
-
-
-def monitors(server: Server) -> list[int]:
-    """The VMMs of a server's machines."""
-    return [pid for pid in server.guests() if b"qemu" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def files(server: Server) -> list[str]:

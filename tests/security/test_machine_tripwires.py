@@ -3,7 +3,6 @@ does about it: it can blind and forge, and ending or garbling what looks out is 
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,15 +13,16 @@ import pytest
 from egress_world import World, events, inside, now, world
 
 import dsec
-from dsec.errors import CreateFailed, Unsupported
+from dsec.errors import Unsupported
 from dsec.spec.causes import Cause
 from dsec.spec.tripwires import Action, MaskedRule, PathRule, ProcessRule, Rule, Severity
+from microvm_kit import SMALL, first_box, machines_over, needs_qemu
 from server_kit import PATIENCE_S
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+    needs_qemu,
 ]
 
 RULES: list[str | Rule] = [
@@ -33,15 +33,7 @@ RULES: list[str | Rule] = [
     PathRule(id="spared", paths=["/work/spared/**"], on=["write"], unless_exe=["/usr/bin/touch"]),
     ProcessRule(id="nap", exe=["**/sleep"], argv=["*sleep 0.9*"]),
 ]
-SMALL = dsec.SandboxSpec(
-    environment="debian",
-    backend="microvm",
-    memory_bytes=256 << 20,
-    disk_bytes=512 << 20,
-    pids=256,
-    cpus=1,
-    tripwires=RULES,
-)
+SPEC = msgspec.structs.replace(SMALL, pids=256, tripwires=RULES)
 DECOY = "/root" + "/.ssh/id_rsa"
 LOOKOUT = """
 import os, select
@@ -60,27 +52,14 @@ def lookout():
 
 @pytest.fixture(scope="module")
 def there(debian_module_state: Path, vm_templates: Path) -> Iterator[World]:
-    (debian_module_state / "vm").mkdir()
-    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
-    vm_templates.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSEC_VM_ACCEL", "tcg")
-        patch.setenv("DSEC_VM_SPARE", "0")
-        with world(debian_module_state) as found:
-            yield found
+    with machines_over(debian_module_state, vm_templates), world(debian_module_state) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def box(there: World) -> Iterator[dsec.Sandbox]:
-    deadline = time.monotonic() + 4 * PATIENCE_S
-    while True:  # the template is booted first: on a busy machine that takes longer than a creation may
-        try:
-            with there.client.create(SMALL) as box:
-                yield box
-                return
-        except CreateFailed:
-            if time.monotonic() > deadline:
-                raise
+    with first_box(there.client, SPEC) as box:
+        yield box
 
 
 def sh(box: dsec.Sandbox, command: str) -> None:
@@ -203,7 +182,7 @@ def test_a_fork_and_the_next_server_look_out_as_well(there: World, box: dsec.San
 
 def test_a_hit_ends_it(there: World) -> None:
     rule = PathRule(id="trap", paths=["/etc/trap"], on=["write"], action=Action.END)
-    with there.client.create(msgspec.structs.replace(SMALL, tripwires=[rule])) as other:
+    with there.client.create(msgspec.structs.replace(SPEC, tripwires=[rule])) as other:
         other.commands.start(["sh", "-c", "echo > /etc/trap"])
         deadline = time.monotonic() + PATIENCE_S
         while other.refresh().cause is not Cause.TRIPWIRE:
@@ -213,4 +192,4 @@ def test_a_hit_ends_it(there: World) -> None:
 
 def test_what_means_nothing_there_is_refused(there: World) -> None:
     with pytest.raises(Unsupported, match="no masked files"):
-        there.client.create(msgspec.structs.replace(SMALL, tripwires=[MaskedRule(id="masks")]))
+        there.client.create(msgspec.structs.replace(SPEC, tripwires=[MaskedRule(id="masks")]))

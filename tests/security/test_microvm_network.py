@@ -3,7 +3,6 @@ container's, and what only root of a kernel of its own can try: to speak in its 
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,27 +20,19 @@ from test_egress import (  # noqa: F401
 )
 
 import dsec
-from dsec.errors import CreateFailed
 from dsec.spec.causes import Cause
 from dsec.spec.tripwires import NetworkRule
+from microvm_kit import SMALL, first_box, machines_over, needs_qemu
 from server_kit import PATIENCE_S
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+    needs_qemu,
 ]
 
 NETWORK = {"good": True, "few": True, "little": True, "inner": True, "host:public.example": True}
-SMALL = dsec.SandboxSpec(
-    environment="debian",
-    backend="microvm",
-    memory_bytes=256 << 20,
-    disk_bytes=512 << 20,
-    pids=256,
-    cpus=1,
-    network=NETWORK,
-)
+SPEC = msgspec.structs.replace(SMALL, pids=256, network=NETWORK)
 POSE = """
 import os, select
 def way():
@@ -64,27 +55,14 @@ def flush(fd, data):
 
 @pytest.fixture(scope="module")
 def there(debian_module_state: Path, vm_templates: Path) -> Iterator[World]:
-    (debian_module_state / "vm").mkdir()
-    (debian_module_state / "vm" / "templates").symlink_to(vm_templates)
-    vm_templates.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSEC_VM_ACCEL", "tcg")
-        patch.setenv("DSEC_VM_SPARE", "0")
-        with world(debian_module_state) as found:
-            yield found
+    with machines_over(debian_module_state, vm_templates), world(debian_module_state) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def box(there: World) -> Iterator[dsec.Sandbox]:
-    deadline = time.monotonic() + 4 * PATIENCE_S
-    while True:  # the template is booted first: on a busy machine that takes longer than a creation may
-        try:
-            with there.client.create(SMALL) as box:
-                yield box
-                return
-        except CreateFailed:
-            if time.monotonic() > deadline:
-                raise
+    with first_box(there.client, SPEC) as box:
+        yield box
 
 
 def test_it_is_a_machine_without_a_card(box: dsec.Sandbox) -> None:
@@ -166,7 +144,7 @@ def test_a_flood_of_wishes_leaves_the_server_to_others(there: World, box: dsec.S
 
 def test_a_tripwire_for_what_is_refused(there: World) -> None:
     rule = {"kind": "network", "id": "evil", "names": ["*.evil.example"], "severity": "critical", "action": "end"}
-    spec = msgspec.structs.replace(SMALL, tripwires=[msgspec.convert(rule, NetworkRule)])
+    spec = msgspec.structs.replace(SPEC, tripwires=[msgspec.convert(rule, NetworkRule)])
     with there.client.create(spec) as box:
         assert [each.type for each in events(box)].count("tripwires_armed") == 1
         inside(box, 'found = reach("other.example", 80)')
@@ -185,7 +163,7 @@ def test_its_processes_end_is_its_own_loss(there: World, box: dsec.Sandbox) -> N
 
 
 def test_a_policy_that_comes_and_goes(there: World, box: dsec.Sandbox) -> None:
-    with there.client.create(msgspec.structs.replace(SMALL, network={})) as other:
+    with there.client.create(msgspec.structs.replace(SPEC, network={})) as other:
         assert inside(other, 'found = [reach("good.example", 80), reach("10.0.0.1", 80)]') == ["gaierror", "OSError"]
         other.network.set({"good": True})
         assert works_again(there, other) == "hello"
