@@ -30,6 +30,29 @@ if sys.platform == "linux":
     _BEFORE = pytest.StashKey[tuple[census.Census, dict[str, str], set[str]]]()
 
 PR_SET_CHILD_SUBREAPER = 36
+LONGEST = (
+    "test_vm.py",
+    "test_microvm.py",
+    "test_full_machines.py",
+    "test_chaos.py",
+    "test_vm_live.py",
+    "test_sim.py",
+    "test_faults_live.py",
+    "test_microvm_network.py",
+    "test_rolling_upgrade.py",
+    "test_machine_tripwires.py",
+    "test_shield.py",
+    "test_cluster_live.py",
+    "test_microvm_state.py",
+    "test_microvm_live.py",
+    "test_cluster_moves.py",
+    "test_microvm_suspend.py",
+    "test_firecracker_machines.py",
+    "test_openapi.py",
+    "test_container.py",
+    "test_remote.py",
+)
+"""Files that come first, so that workers, which take a file at a time, end together; those with clusters apart."""
 
 pytest.register_assert_rewrite("dsec.testing.conformance")
 
@@ -50,7 +73,9 @@ def _remove(directory: Path) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need root say so where there is none."""
+    """The longest first; tests that need root say so where there is none."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if sys.platform == "linux" and os.geteuid() == 0:
         return
     for item in items:
@@ -117,9 +142,9 @@ def _restore(settings: dict[str, str]) -> None:
 if sys.platform == "linux":
 
     @contextmanager
-    def _alone(directory: Path) -> Iterator[None]:
-        """Other workers wait meanwhile."""
-        with (directory / "lock").open("w") as lock:
+    def _alone(directory: Path, makes: str) -> Iterator[None]:
+        """Other workers that need the same wait meanwhile."""
+        with (directory / f"{makes}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -133,7 +158,7 @@ if sys.platform == "linux":
         version = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
         state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
         state.mkdir(parents=True, exist_ok=True)
-        with _alone(state):
+        with _alone(state, "store"):
             environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
         return state / "store"
 
@@ -166,7 +191,7 @@ if sys.platform == "linux":
         from dsec.errors import PlatformError
         from dsec.store.kernels import KernelStore
 
-        with _alone(debian_store.parent):
+        with _alone(debian_store.parent, "kernels"):
             kernels = KernelStore(debian_store.parent)
             if not any(kernel.leads_out for kernel in kernels.list()):
                 try:
@@ -184,7 +209,7 @@ if sys.platform == "linux":
 
         version = hashlib.sha256(b"".join(Path(str(each.__file__)).read_bytes() for each in (debian, fat, seed)))
         name = f"debian-{version.hexdigest()[:12]}"
-        with _alone(debian_store.parent):
+        with _alone(debian_store.parent, "disk"):
             store = images.ImageStore(debian_store.parent)
             if not any(name in each.names for each in store.list()):
                 store.build(name, ("python3",))
