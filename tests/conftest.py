@@ -33,26 +33,27 @@ PR_SET_CHILD_SUBREAPER = 36
 LONGEST = (
     "test_vm.py",
     "test_microvm.py",
-    "test_full_machines.py",
+    "test_container.py",
     "test_chaos.py",
-    "test_vm_live.py",
+    "test_openapi.py",
     "test_sim.py",
     "test_faults_live.py",
-    "test_microvm_network.py",
-    "test_rolling_upgrade.py",
-    "test_machine_tripwires.py",
     "test_shield.py",
+    "test_vm_live.py",
+    "test_rolling_upgrade.py",
+    "test_microvm_network.py",
+    "test_full_machines.py",
     "test_cluster_live.py",
+    "test_machine_tripwires.py",
     "test_microvm_state.py",
-    "test_microvm_live.py",
     "test_cluster_moves.py",
+    "test_microvm_live.py",
     "test_microvm_suspend.py",
     "test_firecracker_machines.py",
-    "test_openapi.py",
-    "test_container.py",
     "test_remote.py",
 )
-"""Files that come first, so that workers, which take a file at a time, end together; those with clusters apart."""
+"""Files that come first, so that workers, which take a file at a time, end together. Those with clusters stand apart,
+and those with machines do, where the first boots the template of all."""
 
 pytest.register_assert_rewrite("dsec.testing.conformance")
 
