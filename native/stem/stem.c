@@ -53,10 +53,11 @@
 #define OWN_NAMESPACES (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
 #define THREAD (CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS)
 
-/* The descriptors are: `groups` of cgroup.procs, its output, `files` that take the place of the stem's, also where those are mapped, for each
- * of its `sockets` one that listens and one that is connected, and of a branch that is a `stem` itself the one that its requests come by. */
+/* The descriptors are: `groups` of cgroup.procs, its output, `files` that take the place of the stem's, also where those are mapped, with a
+ * `layer` one whose data lies over what is mapped so, for each of its `sockets` one that listens and one that is connected, and of a branch
+ * that is a `stem` itself the one that its requests come by. */
 struct request {
-    uint32_t uid, groups, files, sockets, stem, nothing;
+    uint32_t uid, groups, files, sockets, stem, layer;
     struct {
         uint64_t device, inode;
     } file[MOST_FILES]; /* the stem's */
@@ -253,6 +254,22 @@ static void renew_socket(int fd, const struct request *is, const int *with) {
     }
 }
 
+static void map_private(uint64_t start, uint64_t end, int fd, off_t offset) {
+    void *got = mmap((void *)start, end - start, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, offset);
+    must("map another memory", got == MAP_FAILED ? -1 : 0);
+}
+
+/* Where a file has data, it takes the place of what is mapped there, at the same offsets. */
+static void lay_over(uint64_t start, uint64_t end, int fd, off_t offset) {
+    off_t last = offset + (off_t)(end - start);
+    for (off_t at = offset, stop; (at = lseek(fd, at, SEEK_DATA)) >= 0 && at < last; at = stop) {
+        stop = lseek(fd, at, SEEK_HOLE);
+        must("look at a layer of memory", stop);
+        if (stop > last) stop = last;
+        map_private(start + (uint64_t)(at - offset), start + (uint64_t)(stop - offset), fd, at);
+    }
+}
+
 /* Private mappings of a file of the stem's become such of what takes its place. */
 static void map_again(const struct request *is, const int *with) {
     static char text[1 << 18];
@@ -267,14 +284,14 @@ static void map_again(const struct request *is, const int *with) {
         uint64_t offset = strtoull(at + 5, &at, 16), major = strtoull(at, &at, 16), minor = strtoull(at + 1, &at, 16), inode = strtoull(at, &at, 10);
         for (uint32_t i = 0; private && i < is->files; i++) {
             if (inode != is->file[i].inode || makedev(major, minor) != is->file[i].device) continue;
-            void *got = mmap((void *)start, end - start, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, with[i], (off_t)offset);
-            must("map another memory", got == MAP_FAILED ? -1 : 0);
+            map_private(start, end, with[i], (off_t)offset);
+            if (is->layer) lay_over(start, end, with[is->files], (off_t)offset);
         }
     }
 }
 
 static void renew_files(const struct request *is, const int *fds, int count) {
-    const int output = fds[is->groups], *files = fds + is->groups + 1, *sockets = files + is->files;
+    const int output = fds[is->groups], *files = fds + is->groups + 1, *sockets = files + is->files + is->layer;
     char path[40], target[64];
     struct stat st;
     map_again(is, files);
@@ -385,8 +402,8 @@ static void *serve(void *nothing) {
             count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
             memcpy(fds, CMSG_DATA(header), (size_t)count * sizeof(int));
         }
-        bool fits = got == sizeof is && is.groups <= MOST_DESCRIPTORS && is.files <= MOST_FILES && is.sockets <= MOST_SOCKETS;
-        if (!fits || count != (int)(is.groups + 1 + is.files + 2 * is.sockets + (is.stem != 0))) answer(0, "a request that can't be understood");
+        bool fits = got == sizeof is && is.groups <= MOST_DESCRIPTORS && is.files <= MOST_FILES && is.layer <= 1 && is.sockets <= MOST_SOCKETS;
+        if (!fits || count != (int)(is.groups + 1 + is.files + is.layer + 2 * is.sockets + (is.stem != 0))) answer(0, "a request that can't be understood");
         else if (branch(&is, fds, count)) continue;
         for (int i = 0; i < count; i++) close(fds[i]);
     }

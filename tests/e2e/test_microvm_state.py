@@ -21,6 +21,13 @@ from trees import link_store
 pytestmark = [pytest.mark.root, needs_qemu]
 
 COUNTER = "n=0; while :; do n=$((n+1)); echo $n > /dev/shm/new; mv /dev/shm/new /dev/shm/count; sleep 0.2; done"
+WRITER = """open F, "+>", "/dev/shm/written"; syswrite F, "\\0" x (4096 * 256);
+for ($n = 1;; $n++) { for $i (0..255) {
+    sysseek F, $i * 4096, 0; sysread F, $was, 4096;
+    if ($was ne pack("N", $n - 1) x 1024) { open T, ">", "/dev/shm/torn"; exit 1 }
+    sysseek F, $i * 4096, 0; syswrite F, pack("N", $n) x 1024;
+} if ($n == 3) { open R, ">", "/dev/shm/ready"; close R } select undef, undef, undef, 0.2 }"""
+"""Whoever has memory of two moments has pages of more than the last two numbers."""
 LOOK = """cat /dev/shm/kept /kept /dev/shm/count; sleep 0.7; cat /dev/shm/count; hostname; cat /etc/machine-id
 head -c 16 /dev/urandom | od -An -tx1; date +%s.%N; pgrep -x sh"""
 
@@ -80,6 +87,25 @@ async def test_children_go_on_with_memory_and_processes_as_others(server: Server
     assert await said(grandchild, "cat /kept /dev/shm/kept") == "on-disk\nin-memory"
     assert await said(grandchild, "hostname") == grandchild.id
     assert kept(server) == []
+
+
+async def test_each_child_has_the_memory_of_one_moment_and_nobody_elses(client: AsyncClient) -> None:
+    parent = await client.create(SMALL)
+    before = await said(parent, "head -c 16000000 /dev/urandom > /dev/shm/big; md5sum < /dev/shm/big")
+    writer = await parent.commands.start(["perl", "-e", WRITER])
+    async with asyncio.timeout(PATIENCE_S):
+        while not await parent.files.exists("/dev/shm/ready"):  # noqa: ASYNC110 (nobody would set an event)
+            await asyncio.sleep(0.05)
+    first, second = await asyncio.gather(parent.fork(2), parent.fork(1))
+    for number, box in enumerate((parent, *first, *second)):
+        assert await said(box, "md5sum < /dev/shm/big") == before
+        await said(box, f"yes {number} | dd of=/dev/shm/big bs=4k count=2000 seek=1000 conv=notrunc iflag=fullblock")
+    sums = {await said(box, "md5sum < /dev/shm/big") for box in (parent, *first, *second)}
+    assert len(sums) == 4, "each has what it wrote itself"
+    (grandchild,) = await first[0].fork(1)
+    assert await said(grandchild, "md5sum < /dev/shm/big") == await said(first[0], "md5sum < /dev/shm/big")
+    for box in (parent, *first, *second, grandchild):
+        assert await said(box, "sleep 0.3; ls /dev/shm; pgrep -x perl") == f"big\nready\nwritten\n{writer.pid}"
 
 
 async def test_two_forks_at_once_and_one_of_a_paused(server: Server, client: AsyncClient) -> None:

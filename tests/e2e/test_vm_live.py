@@ -102,6 +102,25 @@ def pixels(picture: bytes) -> tuple[int, int, bytes]:
     return width, height, zlib.decompress(data)
 
 
+async def drawn(box: AsyncSandbox, script: str) -> bytes:
+    """Its screen, once a script's output is on it."""
+    before = await box.screenshot()
+    await said(box, f"({script}) > /dev/tty1")
+    shown = await until_it_changes(box, before)
+    while (now := await box.screenshot()) != shown:
+        shown = now
+        await asyncio.sleep(0.5)
+    return shown
+
+
+def share_alike(one: bytes, other: bytes) -> float:
+    """Of the lines of two pictures."""
+    (width, height, lines), (*size, others) = pixels(one), pixels(other)
+    assert size == [width, height]
+    step = len(lines) // height
+    return sum(lines[at : at + step] == others[at : at + step] for at in range(0, len(lines), step)) / height
+
+
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(1 << 16):
         writer.write(data)
@@ -194,17 +213,21 @@ async def test_checkpoints(server: Server, client: AsyncClient, small: SandboxSp
     box = await client.create(small)
     await said(box, "echo one > /root/state; echo one > /dev/shm/state")
     runs = await box.commands.start("n=0; while sleep 0.2; do n=$((n+1)); echo $n > /dev/shm/count; done", key="loop")
+    drawing = await drawn(box, "printf '\\033[?25l\\033[2J\\033[H'; yes '*=*=*=*=*=*=*=*=*=*=*=*' | head -20")
     made = await box.checkpoints.create("one")
     assert made.memory_bytes > 0
     with pytest.raises(Conflict):
         await box.checkpoints.create("one")
     await said(box, "echo two > /root/state; echo two > /dev/shm/state; kill -9 $(pgrep -f 'sleep 0.2' -P 1) || true")
+    cleared = await drawn(box, "printf '\\033[2J\\033[H'")
+    assert share_alike(cleared, drawing) < 0.9
     await box.checkpoints.create("two")
     await said(box, "rm /root/state /dev/shm/state; sync")
     assert [each.name for each in await box.checkpoints.all()] == ["one", "two"]
     await box.checkpoints.revert("two")
     assert await said(box, "cat /root/state /dev/shm/state") == "two\ntwo"
     await box.checkpoints.revert("one")
+    assert share_alike(await box.screenshot(), drawing) > 0.9
     assert await said(box, "cat /root/state /dev/shm/state") == "one\none"
     before = int(await said(box, "cat /dev/shm/count 2>/dev/null || echo 0"))
     deadline = time.monotonic() + PATIENCE_S
@@ -215,6 +238,7 @@ async def test_checkpoints(server: Server, client: AsyncClient, small: SandboxSp
     with pytest.raises(NotFound):
         await box.checkpoints.revert("two")
     (child,) = await box.fork()
+    assert share_alike(await child.screenshot(), drawing) > 0.9
     assert await said(child, "cat /root/state; hostname") == f"one\n{child.id}"
     with pytest.raises(NotFound):
         await child.checkpoints.revert("one")

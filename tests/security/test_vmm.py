@@ -137,8 +137,9 @@ def test_a_stem_that_lies_about_its_branch_is_ended() -> None:
     with ours, theirs, listening, subprocess.Popen(["sleep", "60"]) as stem:
         launcher.live["stem"], launcher.stems["stem"] = stem.pid, ours
         theirs.send(struct.pack("=i", 1))
+        none = {"cgroups": 0, "files": [], "sockets": 0, "over": 0}
         with pytest.raises(OSError, match="1 is no branch"):
-            launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE, "cgroups": 0, "files": [], "sockets": 0}, [])
+            launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE} | none, [])
         assert stem.wait(10) == -signal.SIGKILL
     assert "one" not in launcher.live
     os.close(launcher.own_pids)

@@ -1,12 +1,16 @@
-"""The memory that a process has mapped privately from one file, as it is now, copied into another.
+"""The memory that a process has mapped privately, as it is now, copied into another file.
 
-What the process wrote to is pages of its own, and the rest is the file's. So a copy is two steps: the file's content,
-which doesn't change, while the process runs (`Copy.begin`), and its own pages while it stands still (`Copy.finish`).
+What the process wrote to is pages of its own, and the rest is what the mapped file has. So a copy is two steps: what
+can be done while the process runs (`begin`), and its own pages while it stands still (`finish`). `Copy` makes a file
+with all of it. `Layer` copies its own pages only, into a file whose holes stand for the mapped one's content, its base;
+where the memory is of several files the largest is the base, and what is of the others counts as own. Who is copied may
+be hostile: a file that anybody could still write to is no base, and is copied, too.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -20,7 +24,11 @@ from typing import NamedTuple
 
 from dsec.kernel.syscalls import KernelError
 
+MOST_RANGES = 512
+"""Of what is a process's own, in one layer."""
 _PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _STEP = 8 << 20
 _IOV_MAX = 1024
 _AREA = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+ [1-9]\d*) .*")
@@ -44,29 +52,28 @@ class Area(NamedTuple):
     end: int
     offset: int
     """In the file."""
+    file: str
+    """Which one it is."""
 
 
-class Copy:
-    """One copy in the making; blocks, for a thread. Close it."""
+class _Taken:
+    """A copy in the making; blocks, for a thread. Close it."""
 
-    def __init__(self, pid: int, size: int, into: Path | None = None) -> None:
-        """Of the process's file whose first `size` bytes are all mapped privately, into a new memfd or file. Raises
+    def __init__(self, pid: int, size: int, into: int) -> None:
+        """Of the process's memory of `size` bytes, all mapped privately, into an empty file, owned from now on. Raises
         KernelError, OSError."""
+        self.fd = into
         self._pid = pid
-        self._areas = _areas(pid, size)
-        self._sealed = into is None
-        if into is None:
-            self.fd = os.memfd_create("copy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
-            self.fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._memory: mmap.mmap | None = None
         try:
-            os.ftruncate(self.fd, size)
-            self._memory: mmap.mmap | None = mmap.mmap(self.fd, size)
+            self._areas = _areas(pid, size)
+            os.ftruncate(into, size)
+            self._memory = mmap.mmap(into, size)
         except BaseException:
-            os.close(self.fd)
+            os.close(into)
             raise
         self.private_bytes = 0
-        """Copied by `finish`."""
+        """Copied while the process stood still."""
 
     def close(self) -> None:
         """The file too. Idempotent."""
@@ -75,42 +82,39 @@ class Copy:
             os.close(self.fd)
             self.fd = -1
 
-    def begin(self) -> None:
-        """The file's content."""
-        for area in self._areas:
-            base = os.open(f"/proc/{self._pid}/map_files/{area.start:x}-{area.end:x}", os.O_RDONLY | os.O_CLOEXEC)
+    def _copy_mapped(self, areas: list[Area]) -> None:
+        """What their files have."""
+        for area in areas:
+            file, size = _open_mapped(self._pid, area), area.offset + area.end - area.start
             try:
-                with mmap.mmap(base, area.offset + area.end - area.start, prot=mmap.PROT_READ) as content:
-                    _copy(base, content, self.fd, area.offset)
+                if os.fstat(file).st_size < size:
+                    raise KernelError(errno.ENXIO, f"read what process {self._pid} has mapped")
+                with mmap.mmap(file, size, prot=mmap.PROT_READ) as content:
+                    _copy(file, content, self.fd, area.offset)
             finally:
-                os.close(base)
+                os.close(file)
 
-    def finish(self) -> int:
-        """The process's own pages; it stands still. The file, the caller's; a memfd for good: nothing writes to it any
-        more."""
+    def _own_pages(self) -> list[tuple[int, int]]:
+        """Ranges of addresses."""
+        return [each for area in self._areas for each in _own_pages(self._pid, area)]
+
+    def _take(self, ranges: list[tuple[int, int]]) -> None:
+        """They are now as the process sees them."""
         assert self._memory is not None
         first = ctypes.c_char.from_buffer(self._memory)
-        base = ctypes.addressof(first)
+        base = ctypes.addressof(first) - (self._areas[0].start - self._areas[0].offset)
         try:
-            for area in self._areas:
-                pages = _own_pages(self._pid, area)
-                for at in range(0, len(pages), _IOV_MAX):
-                    self.private_bytes += self._take(area, pages[at : at + _IOV_MAX], base)
+            for at in range(0, len(ranges), _IOV_MAX):
+                self.private_bytes += self._read(ranges[at : at + _IOV_MAX], base)
         finally:
             del first
-        self._unmap()
-        if self._sealed:
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        found, self.fd = self.fd, -1
-        return found
 
-    def _take(self, area: Area, ranges: list[tuple[int, int]], base: int) -> int:
+    def _read(self, ranges: list[tuple[int, int]], base: int) -> int:
         theirs, ours, whole = array.array("Q"), array.array("Q"), 0
         for start, end in ranges:
             size = end - start
             theirs.extend((start, size))
-            ours.extend((base + start - area.start + area.offset, size))
+            ours.extend((base + start, size))
             whole += size
         at, count = ours.buffer_info()[0], len(ranges)
         done = _libc.process_vm_readv(self._pid, at, count, theirs.buffer_info()[0], count, 0)
@@ -125,14 +129,144 @@ class Copy:
             self._memory = None
 
 
+class Copy(_Taken):
+    """All of it, in a file."""
+
+    def __init__(self, pid: int, size: int, into: Path) -> None:
+        """A new file. Raises KernelError, OSError."""
+        super().__init__(pid, size, os.open(into, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def begin(self) -> None:
+        """The mapped files' content, which doesn't change."""
+        self._copy_mapped(self._areas)
+
+    def finish(self) -> int:
+        """The process's own pages; it stands still. The file, the caller's."""
+        self._take(self._own_pages())
+        self._unmap()
+        found, self.fd = self.fd, -1
+        return found
+
+
+class Layer(_Taken):
+    """What differs from a file that the process has mapped."""
+
+    def __init__(self, pid: int, size: int) -> None:
+        """A memfd. Raises KernelError, OSError."""
+        super().__init__(pid, size, os.memfd_create("own", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        sizes = dict[str, int]()
+        for area in self._areas:
+            sizes[area.file] = sizes.get(area.file, 0) + area.end - area.start
+        largest = max(sizes, key=lambda file: sizes[file])
+        self._of_base = [each for each in self._areas if each.file == largest]
+        self._others = [(each.start, each.end) for each in self._areas if each.file != largest]
+        self._ranges: list[tuple[int, int]] = []
+        self._base = -1
+        try:
+            self._base = _open_mapped(pid, self._of_base[0])
+            if not _stays(self._base, size):
+                os.close(self._base)
+                self._base = -1
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As in `_Taken`."""
+        super().close()
+        if self._base >= 0:
+            os.close(self._base)
+            self._base = -1
+
+    def begin(self) -> None:
+        """Find room for what is its own by now: most of the time goes into that."""
+        assert self._memory is not None
+        if self._base < 0:
+            self._copy_mapped(self._of_base)
+        self._ranges = _merged([*self._own_pages(), *self._others])
+        shift = self._areas[0].start - self._areas[0].offset
+        for start, end in self._ranges:
+            os.posix_fallocate(self.fd, start - shift, end - start)
+            with contextlib.suppress(OSError):  # Linux 5.14; it is only for speed
+                self._memory.madvise(_MADV_POPULATE_WRITE, start - shift, end - start)
+
+    def finish(self) -> None:
+        """The process's own pages; it stands still. Wherever the file has data, that is what the process saw."""
+        self._take(_merged([*self._own_pages(), *self._ranges]))
+
+    def detach(self) -> tuple[int, int]:
+        """The base and the file, the caller's; nothing writes to it any more. Without a base, the file and -1."""
+        self._unmap()
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        found = (self._base, self.fd) if self._base >= 0 else (self.fd, -1)
+        self._base = self.fd = -1
+        return found
+
+    def whole(self) -> tuple[int, int]:
+        """Both as one sealed memfd, the caller's, and -1."""
+        base, own = self.detach()
+        if own < 0:
+            return base, own
+        try:
+            return whole(base, own), -1
+        finally:
+            os.close(base)
+            os.close(own)
+
+
+def whole(base: int, own: int) -> int:
+    """Both files as one sealed memfd: the data of `own` over that of `base`. Blocks."""
+    found = os.memfd_create("memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(found, size := os.fstat(own).st_size)
+        for fd in (base, own):
+            with mmap.mmap(fd, size, prot=mmap.PROT_READ) as content:
+                _copy(fd, content, found, 0)
+        fcntl.fcntl(found, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, with as large gaps filled as it takes for few to be left: each is a mapping for whoever has them."""
+    ranges, gap = sorted(ranges), 0
+    while True:
+        found: list[tuple[int, int]] = []
+        for start, end in ranges:
+            if found and start - found[-1][1] <= gap:
+                found[-1] = (found[-1][0], max(end, found[-1][1]))
+            else:
+                found.append((start, end))
+        if len(found) <= MOST_RANGES:
+            return found
+        gap = 2 * gap or _PAGE
+
+
+def _stays(file: int, size: int) -> bool:
+    """Whether it is that large, and nobody can write to it or cut it."""
+    try:
+        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        return False
+    wanted = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
+    return seals & wanted == wanted and os.fstat(file).st_size >= size
+
+
+def _open_mapped(pid: int, area: Area) -> int:
+    return os.open(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _areas(pid: int, size: int) -> list[Area]:
-    found: dict[bytes, list[Area]] = {}
+    found: dict[int, list[Area]] = {}  # by where the memory begins
     for line in Path(f"/proc/{pid}/maps").read_bytes().split(b"\n"):
         match = _AREA.fullmatch(line)
         if match is not None:
-            area = Area(*(int(each, 16) for each in match.groups()[:3]))
+            start, end, offset = (int(each, 16) for each in match.groups()[:3])
+            area = Area(start, end, offset, match[4].decode())
             if area.offset + area.end - area.start <= size:
-                found.setdefault(match[4], []).append(area)
+                found.setdefault(area.start - area.offset, []).append(area)
     for areas in found.values():
         if sum(area.end - area.start for area in areas) == size:
             return areas

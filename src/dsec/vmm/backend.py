@@ -47,7 +47,7 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
         self._clock = clock
         self._instances: dict[str, InstanceT] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self.moments = Moments(node.machines, node.stems.drop)
+        self.moments = Moments(node.machines, node.stems.drop, layered=node.stems.wanted)
 
     @property
     def epoch(self) -> int:

@@ -18,6 +18,7 @@ from dsec.vmm.flow import Connected
 from dsec.vmm.looking import MachineLook, Seen
 from dsec.vmm.machine import Machine
 from dsec.vmm.network import MachineNetwork, Query
+from dsec.vmm.screens import Screen
 from dsec.wire.session import Status
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,10 @@ class MachineInstance:
             self.machine.slot.freeze(frozen)
         if not frozen:
             paging.may_swap(self.machine.slot, False)
+
+    async def find_screen(self) -> Screen | None:
+        """Where what it shows is, which is no part of its state. Raises `Unavailable`."""
+        return None
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:

@@ -39,7 +39,7 @@ import struct
 import sys
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""
 UIDS = 1 << 20
@@ -364,8 +364,8 @@ class Launcher:
         files = [*request["files"], *([[0, 0]] * STEM_FILES)][:STEM_FILES]
         also = bool(request.get("also"))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        counts = (request["uid"] - UID_BASE + 1, groups, len(request["files"]), request["sockets"], also, 0)
-        message = struct.pack("=6I", *counts) + b"".join(struct.pack("=QQ", *each) for each in files)
+        head = (request["uid"] - UID_BASE + 1, groups, len(request["files"]), request["sockets"], also, request["over"])
+        message = struct.pack("=6I", *head) + b"".join(struct.pack("=QQ", *each) for each in files)
         passed = array.array("i", [*fds[:groups], said, *fds[groups:], *([theirs.fileno()] if also else ())])
         try:
             stem.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])

@@ -140,13 +140,15 @@ class LauncherClient:
         sockets: Sequence[tuple[int, int]],
         uid: int,
         also: bool = False,
+        layer: int = -1,
     ) -> int:
         """Have a VMM that was started for it copy itself: the copy's pid. `files`: the stem's, and what takes their
-        places; `sockets`: pairs as in `launcher.py`; `also`: it is a stem, too. Raises `CreateFailed`, and the stem is
-        ended; `Unavailable`."""
+        places; `sockets`: pairs as in `launcher.py`; `also`: it is a stem, too; `layer`: as in `Machines.branch`.
+        Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
+        over = [layer] if layer >= 0 else []
         answer, _ = await self._ask(
             "branch",
-            [*groups, *(fd for _, fd in files), *itertools.chain.from_iterable(sockets)],
+            [*groups, *(fd for _, fd in files), *over, *itertools.chain.from_iterable(sockets)],
             id=name,
             stem=stem,
             cgroups=len(groups),
@@ -154,6 +156,7 @@ class LauncherClient:
             files=[(stat.st_dev, stat.st_ino) for stat, _ in files],
             sockets=len(sockets),
             also=also,
+            over=len(over),
         )
         return _pid(answer)
 

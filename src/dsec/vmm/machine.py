@@ -208,11 +208,12 @@ class Machines:
         sockets: Sequence[str] = SOCKETS,
         slot: Slot | None = None,
         also: bool = False,
+        layer: int = -1,
     ) -> Machine:
         """A copy of a machine that was started as a stem and stands still. `control`: of a VMM by a connection that is
         in use. `disk`: as in `start`; else a copy of the stem's. `files`: other files of the stem's, and what takes
-        their places. `sockets`: those that it has, in stem.c's order. `also`: it is a stem, too. Otherwise as
-        `start`."""
+        their places. `sockets`: those that it has, in stem.c's order. `also`: it is a stem, too. `layer`: a file whose
+        data lies over that of the memory. Otherwise as `start`."""
         launcher = self._serving()
         slot = slot or self.pool.take(reservation, shape, name, 0)
         directory = self._place(name)
@@ -235,6 +236,7 @@ class Machines:
                     sockets=theirs,
                     uid=uid_of(name),
                     also=also,
+                    layer=layer,
                 )
             undo.pop_all()
         found = control(ends.pop("control"))

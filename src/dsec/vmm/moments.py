@@ -1,9 +1,10 @@
 """Moments: running machines as they were, memory, devices and disk, for others to go on from.
 
 A moment is a template (`template_cache.Template`) made of a machine that goes on itself: memory and state in sealed
-memfds, a disk beside those of templates, which share what none has changed. It lives until it is dropped, or the server
-ends; what is to outlive the server (`keep`) is held by the launcher, too, and `<volume>/<name>/NAME.moment` says what
-it is. Machines that were made of one keep what they have mapped.
+memfds, a disk beside those of templates, which share what none has changed. What differs of its memory lies over what
+the machine itself was made of (`Template.own`), where its clones can begin so. It lives until it is dropped, or the
+server ends; what is to outlive the server (`keep`) is held by the launcher, too, and `<volume>/<name>/NAME.moment` says
+what it is. Machines that were made of one keep what they have mapped.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import Unavailable
-from dsec.kernel.private_pages import Copy
+from dsec.kernel.private_pages import Layer
 from dsec.ports import Handle
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.kept import held_bytes
 from dsec.vmm.machine import Machines
+from dsec.vmm.screens import Screen
 from dsec.vmm.template_cache import Template, seal
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class Moment(Struct, frozen=True):
     stood_s: float
     """How long the machine stood still for it."""
     copied_bytes: int
-    """Of memory that is no template's."""
+    """Of memory while it stood still."""
 
 
 class _Note(Struct, frozen=True):
@@ -56,13 +58,16 @@ class _Note(Struct, frozen=True):
     copied_bytes: int
     machine: str
     what: str
+    own: bool = False
+    screen: bool = False
 
 
 class Moments:
     """All moments of a node."""
 
-    def __init__(self, machines: Machines, on_drop: Callable[[str], None]) -> None:
-        """`on_drop(name)`: nobody begins as this one any more."""
+    def __init__(self, machines: Machines, on_drop: Callable[[str], None], *, layered: bool) -> None:
+        """`on_drop(name)`: nobody begins as this one any more. `layered`: clones can begin with memory in two files."""
+        self._layered = layered
         self._machines = machines
         self._disks = machines.disks
         self._memory = machines.kept
@@ -95,45 +100,56 @@ class Moments:
         _check_memory(handle["memory_bytes"])
         with contextlib.ExitStack() as undo:
             try:
-                copy = await asyncio.to_thread(Copy, instance.machine.pid, handle["memory_bytes"])
-                undo.callback(copy.close)
-                await asyncio.to_thread(copy.begin)
+                layer = await asyncio.to_thread(Layer, instance.machine.pid, handle["memory_bytes"])
+                undo.callback(layer.close)
+                await asyncio.to_thread(layer.begin)
                 state = os.memfd_create("state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 undo.callback(os.close, state)
                 undo.callback(self._disks.template_path(name).unlink, missing_ok=True)
-                memory, held, stood_s = await self._split(instance, copy, state, name)
+                shown = await instance.find_screen()
+                held, stood_s, screen = await self._split(instance, layer, state, name, shown)
+                if screen >= 0:
+                    undo.callback(os.close, screen)
+                memory, own = await asyncio.to_thread(layer.detach if self._layered else layer.whole)
             except OSError as error:
                 log.warning("sandbox %s can't be copied: %s", instance.sandbox_id, error)
                 raise Unavailable(
                     f"the machine can't be copied: {error.strerror}", remedy="See `dsec doctor`; it goes on itself."
                 ) from error
             seal(state)
-            template = Template(name, memory, state, self._disks.template_path(name), handle.get("machine", ""))
+            disk, machine = self._disks.template_path(name), handle.get("machine", "")
+            template = Template(name, memory, state, disk, machine, own, screen)
             token = bytes.fromhex(handle["token"])
-            self._kept[name] = Moment(template, token, held, stood_s, copy.private_bytes)
-            self._memory.put(name, held_bytes(memory, state))
+            self._put(name, Moment(template, token, held, stood_s, layer.private_bytes))
             undo.pop_all()
         return name
 
-    async def _split(self, instance: MachineInstance, copy: Copy, state: int, name: str) -> tuple[int, bool, float]:
+    def _put(self, name: str, moment: Moment) -> None:
+        self._kept[name] = moment
+        memory, *others = moment.template.files
+        self._memory.put(name, held_bytes(*others, *([memory] if moment.template.own < 0 else [])))
+
+    async def _split(
+        self, instance: MachineInstance, layer: Layer, state: int, name: str, shown: Screen | None
+    ) -> tuple[bool, float, int]:
         writable = os.open(f"/proc/self/fd/{state}", os.O_WRONLY | os.O_CLOEXEC)
         own = self._disks.path(instance.machine.name)
         began = time.monotonic()
         try:
             async with instance.still():
                 held = instance.frozen
-                copying = asyncio.ensure_future(asyncio.to_thread(copy.finish))
+                copying = asyncio.ensure_future(asyncio.to_thread(layer.finish))
                 try:
                     await instance.machine.control.split(writable)
                     await asyncio.to_thread(self._disks.bring, own, name)
+                    screen = await asyncio.to_thread(shown.read) if shown is not None else -1
                 except BaseException:
-                    with contextlib.suppress(OSError):
-                        os.close(await copying)
+                    await asyncio.gather(copying, return_exceptions=True)
                     raise
-                memory = await copying
+                await copying
         finally:
             os.close(writable)
-        return memory, held, time.monotonic() - began
+        return held, time.monotonic() - began, screen
 
     async def keep(self, name: str, what: str) -> None:
         """Have it outlive this server, with words for the next one (`adopt`). Raises `Unavailable`, OSError."""
@@ -141,8 +157,9 @@ class Moments:
         if launcher is None:
             raise Unavailable("the launcher of virtual machines is being started again")
         template = moment.template
-        note = _Note(moment.token.hex(), moment.held, moment.copied_bytes, template.machine, what)
-        await launcher.hold(name, [template.memory, template.state])
+        files = template.own >= 0, template.screen >= 0
+        note = _Note(moment.token.hex(), moment.held, moment.copied_bytes, template.machine, what, *files)
+        await launcher.hold(name, template.files)
         self._note(name).write_bytes(msgspec.json.encode(note))
 
     async def adopt(self, held: frozenset[str]) -> dict[str, str]:
@@ -154,13 +171,14 @@ class Moments:
                 if launcher is None or name not in held or not disk.exists():
                     raise Unavailable("nobody holds it")
                 note = msgspec.json.decode(path.read_bytes(), type=_Note)
-                memory, state = await launcher.take(name)
+                memory, state, *others = await launcher.take(name)
             except (OSError, msgspec.MsgspecError, Unavailable):
                 path.unlink(missing_ok=True)
                 continue
-            template = Template(name, memory, state, disk, note.machine)
-            self._kept[name] = Moment(template, bytes.fromhex(note.token), note.held, 0.0, note.copied_bytes)
-            self._memory.put(name, held_bytes(memory, state))
+            own = others.pop(0) if note.own else -1
+            screen = others.pop(0) if note.screen else -1
+            template = Template(name, memory, state, disk, note.machine, own, screen)
+            self._put(name, Moment(template, bytes.fromhex(note.token), note.held, 0.0, note.copied_bytes))
             found[name] = note.what
         return found
 
@@ -187,8 +205,8 @@ class Moments:
         moment = self._kept.pop(name)
         self._on_drop(name)
         self._memory.drop(name)
-        os.close(moment.template.memory)
-        os.close(moment.template.state)
+        for fd in moment.template.files:
+            os.close(fd)
         return moment.template.disk
 
     async def close(self, *, keep: bool) -> None:

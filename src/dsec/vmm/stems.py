@@ -24,6 +24,7 @@ from dsec.kernel.cgroups import Shape, Slot
 from dsec.vmm.first_words import rehearse, settle_in
 from dsec.vmm.machine import SOCKETS, Machine, Machines, restored
 from dsec.vmm.qemu import QemuControl
+from dsec.vmm.screens import show
 from dsec.vmm.template_cache import Template
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Stems:
         """Not `wanted`: there are none. `settle_s`: what the guest does after a rehearsal by itself takes so long.
         `console`: machines have one."""
         self._machines = machines
-        self._wanted = wanted
+        self.wanted = wanted
         self._settle_s = settle_s
         self._console = console
         self._stems: dict[str, Stem] = {}
@@ -98,7 +99,7 @@ class Stems:
         return await self._get(moment.key, moment, shape, start, become_one)
 
     async def _get(self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare) -> Stem | None:
-        if not self._wanted or key in self._impossible:
+        if not self.wanted or key in self._impossible:
             return None
         found = self._stems.get(key)
         if found is not None and self._machines.exited(found.machine.name).done():
@@ -151,9 +152,12 @@ class Stems:
                 sockets=(*SOCKETS, "console") if self._console else SOCKETS,
                 slot=slot,
                 also=also,
+                layer=moment.own if moment is not None else -1,
             )
             if moment is not None:
                 await restored(machine)
+                if moment.screen >= 0:
+                    await show(machine, moment.screen)
         except (CreateFailed, Unavailable):
             self.drop(stem.key)
             raise

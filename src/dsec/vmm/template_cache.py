@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import Unavailable
+from dsec.kernel.private_pages import whole
 from dsec.vmm.disks import copy_data, copy_file
 from dsec.vmm.kept import held_bytes
 from dsec.vmm.machine import Machines
@@ -44,6 +45,19 @@ class Template(Struct, frozen=True):
     """What a clone's disk begins as a copy of; nothing writes to it."""
     machine: str = ""
     """QEMU's name of its kind, where a backend has more than one."""
+    own: int = -1
+    """A sealed memfd whose data lies over `memory`'s: of a moment."""
+    screen: int = -1
+    """What its screen shows, of a moment that has one: its state doesn't say."""
+
+    @property
+    def files(self) -> list[int]:
+        """Its descriptors."""
+        return [self.memory, self.state, *(each for each in (self.own, self.screen) if each >= 0)]
+
+    def open_memory(self) -> int:
+        """A descriptor of all its memory in one file; blocks."""
+        return os.dup(self.memory) if self.own < 0 else whole(self.memory, self.own)
 
     def open_state(self) -> int:
         """A descriptor of its own for one reader."""

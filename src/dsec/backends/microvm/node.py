@@ -117,7 +117,7 @@ class VmNode(MachineNode):
     ) -> Machine:
         """A VMM that waits until it is told to read the template's state. `slot`: of a machine that goes on where it
         ran before, with its own disk. `stem`: as in `LauncherClient.spawn`."""
-        state = template.open_state()
+        state, memory = template.open_state(), await asyncio.to_thread(template.open_memory)
         try:
             return await self.machines.start(
                 name,
@@ -132,7 +132,7 @@ class VmNode(MachineNode):
                         machine=template.machine,
                         channel=channel,
                         control=control,
-                        memory=template.memory,
+                        memory=memory,
                         disk=disk,
                         layers=layers,
                         state=state,
@@ -143,6 +143,7 @@ class VmNode(MachineNode):
             )
         finally:
             os.close(state)
+            os.close(memory)
 
     async def go_on_from(
         self, name: str, reservation: str, shape: Shape, cpus: float, moment: Template, *, slot: Slot | None = None

@@ -14,6 +14,7 @@ from dsec.ports import Operation
 from dsec.spec.operations import OpRequest
 from dsec.spec.screen import Input
 from dsec.vmm.instance import MachineInstance
+from dsec.vmm.screens import Screen, find
 from dsec.wire.session import Status
 
 
@@ -33,6 +34,10 @@ class FullInstance(MachineInstance):
         super().__init__(sandbox_id, channel, full.machine, disk_limit_bytes=disk_limit_bytes, make_swap=make_swap)
         self.full = full
         self._typing = asyncio.Lock()
+
+    async def find_screen(self) -> Screen | None:
+        """As in `MachineInstance`."""
+        return await find(self.full.control, self.full.machine.pid)
 
     async def screenshot(self) -> bytes:
         """As in `screen_ports.ScreenHost`."""

@@ -42,6 +42,7 @@ from dsec.vmm.machine import Machine, restored
 from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
 from dsec.vmm.qemu import QemuControl, QemuDriver
+from dsec.vmm.screens import show
 from dsec.vmm.stems import STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Size, Template, TemplateCache
 
@@ -157,7 +158,10 @@ class FullNode(MachineNode):
             stem = await self.stems.of_moment(then, moment.token, groups, start)
             if stem is not None:
                 return Full(await self._branch(seat, shape, traits, stem)), stem.token
-        return Full(await restored(await self._start_clone(seat, shape, traits, then))), moment.token
+        machine = await restored(await self._start_clone(seat, shape, traits, then))
+        if then.screen >= 0:
+            await show(machine, then.screen)
+        return Full(machine), moment.token
 
     async def _branch(
         self, seat: Seat, shape: FullShape, traits: Traits, stem: Stem, *, also_of: Template | None = None
@@ -202,10 +206,12 @@ class FullNode(MachineNode):
     ) -> Machine:
         """A VMM that waits until it is told to read the template's state."""
         disk, state = partial(self.disks.copy, seat.name, template.disk), template.open_state()
+        memory = await asyncio.to_thread(template.open_memory)
         try:
-            return await self._start(seat, shape, traits, memory=template.memory, disk=disk, state=state, stem=stem)
+            return await self._start(seat, shape, traits, memory=memory, disk=disk, state=state, stem=stem)
         finally:
             os.close(state)
+            os.close(memory)
 
     async def template(self, shape: FullShape, image: Image) -> Template:
         """The booted machine of a disk with our guest; booted where there is none yet. Raises as `boot`."""
