@@ -114,7 +114,7 @@ def serve_edge(
     raise_open_files()
 
     async def run() -> int:
-        credentials = await _edge_credentials(joining, config.state)
+        credentials = await edge_credentials(joining, config.state)
         own = replace(config, edge=credentials.edge)
         stop = Stop()
         ended: list[BaseException] = []
@@ -175,10 +175,12 @@ def serve_edge(
             raise ended[0]
         return 0
 
-    return _run(run())
+    return run_server(run())
 
 
-async def _edge_credentials(joining: Joining, state: Path) -> Credentials:
+async def edge_credentials(joining: Joining, state: Path) -> Credentials:
+    """Of this node; where it is given those of many it gets a number that is free. Raises `InvalidRequest`,
+    `Unavailable`."""
     if not joining.credentials.is_dir():
         return joining.read(edge=True)
     check_urls(joining.urls, plain=joining.plain)
@@ -231,7 +233,7 @@ def serve_api(
             await stop.wait()
         return 0
 
-    return _run(run())
+    return run_server(run())
 
 
 @asynccontextmanager
@@ -330,7 +332,8 @@ def create_key(joining: Joining, project: str, label: str, ttl_s: float | None, 
     return asyncio.run(run())
 
 
-def _run(main: Coroutine[None, None, int]) -> int:
+def run_server(main: Coroutine[None, None, int]) -> int:
+    """To its end: the exit code."""
     try:
         return uvloop.run(main)
     except asyncio.CancelledError:

@@ -1,22 +1,26 @@
-"""The composition of a node whose containers and function calls run in one virtual machine: `dsec serve --in-vm`.
+"""The composition of a node whose containers and function calls run in one virtual machine: `dsec serve --in-vm`,
+`dsec edge --in-vm` (`app_shield_edge.py`).
 
 The process on the host owns a shield (`backends.microvm.shield`) and the address where HTTP is served; the server is
 inside. When the machine dies, of its kernel or otherwise, another is booted with the same disk of state: its server
-ends what was lost as `node_lost`. Meanwhile the address takes no connection.
+ends what was lost as `node_lost`. Meanwhile the address takes no connection. `<run>/shield.json` leads the next process
+to a machine that goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
 import uvloop
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.api.serve import Stop
@@ -32,20 +36,24 @@ from dsec.app import (
 from dsec.backends.container.host import Host
 from dsec.backends.container.native import build_native, source_dir
 from dsec.backends.microvm.node import VmNode
-from dsec.backends.microvm.shield import STATE, Shield, ShieldShape, boot, make_state_disk
+from dsec.backends.microvm.shield import PORT, STATE, Left, Shield, ShieldShape, adopt, boot, make_state_disk
 from dsec.backends.microvm.shield_layer import shield_layer
+from dsec.backends.microvm.shield_out import Outlet, Servers
 from dsec.channel.streams import Stream
 from dsec.configuration import Config, read_config
 from dsec.edge.config import SystemClock
 from dsec.edge.logs import LogFormat, configure
+from dsec.egress.registry import read_network
 from dsec.errors import DsecError, InvalidRequest, Unsupported
 from dsec.journal.state_dir import StateDir
+from dsec.kernel.files import replace_file
 from dsec.sdk._config import Endpoint, write_endpoint
 from dsec.store.environments import DEFAULT, EnvironmentStore
 from dsec.store.views import remove_dev
 from dsec.vmm.driver import ExtraDisk
 
 STATE_SERIAL = "state"
+LEFT = "shield.json"
 _PIECE = 64 << 10
 _AGAIN_S = 1.0
 _MOST_AGAIN_S = 60.0
@@ -53,32 +61,68 @@ _STOP_S = 60.0
 log = logging.getLogger("dsec.shield")
 
 
+class Inner(Struct, frozen=True, kw_only=True):
+    """The server inside."""
+
+    argv: Callable[[str], list[str]]
+    """What follows `dsec`, by the URL where it is reached."""
+    files: dict[str, str] = {}
+    """What it finds in its state directory besides, by name."""
+    servers: Servers = Servers()
+    """Of its cluster."""
+    client: bool = True
+    """It leaves its URL and a key for this host's client."""
+    network: bool = False
+    """It is of no use without a way out."""
+    edge: int | None = None
+    """Its number in a cluster."""
+    extras: tuple[str, ...] = ()
+    """Of the package's, that it takes besides the server's."""
+
+
+def one_node() -> Inner:
+    """Of a node without a cluster."""
+    return Inner(argv=lambda url: ["serve", "--host", "127.0.0.1", "--port", str(PORT)])
+
+
+def shape_of(*, vm_cpus: int, vm_memory_mib: int, vm_state_gib: int) -> ShieldShape:
+    """How large a machine the command line asks for. The size of its state counts where there is none yet."""
+    return ShieldShape(vcpus=vm_cpus, memory_bytes=vm_memory_mib << 20, state_bytes=vm_state_gib << 30)
+
+
 def serve_in_vm(
     *,
     host: str,
     port: int,
-    vcpus: int,
-    memory_bytes: int,
-    state_bytes: int,
+    shape: ShieldShape,
+    keep: bool,
     state: Path | None = None,
     log_format: LogFormat = "human",
     log_level: str = "info",
 ) -> int:
-    """Serve in the foreground until SIGTERM or SIGINT, which end the machine. Returns the exit code. `state_bytes`: of
-    its state's disk, where there is none yet."""
+    """Serve in the foreground until SIGTERM or SIGINT. Returns the exit code. `keep`: the machine goes on then, and the
+    next process takes it over."""
+    config = prepare(state, log_format, log_level)
+    uvloop.run(run_shield(config, one_node(), host, port, shape, keep=keep))
+    return 0
+
+
+def prepare(state: Path | None, log_format: LogFormat, log_level: str) -> Config:
+    """What comes before an event loop. Raises `InvalidRequest`, `PermissionDenied`."""
     configure(log_format, log_level)
     config = read_config(state)
     check_root()
     make_state(config)
     raise_open_files()
-    shape = ShieldShape(vcpus=vcpus, memory_bytes=memory_bytes, state_bytes=state_bytes)
-    uvloop.run(_serve(config, host, port, shape))
-    return 0
+    return config
 
 
-async def _serve(config: Config, host: str, port: int, shape: ShieldShape) -> None:
+async def run_shield(
+    config: Config, inner: Inner, host: str, port: int, shape: ShieldShape, *, keep: bool, scheme: str = "http"
+) -> None:
+    """Until a signal, or what kept the first machine from starting."""
     stop = Stop()
-    async with open_shield(config, shape) as front, front.listen(host, port):
+    async with open_shield(config, shape, inner, keep=keep) as front, front.listen(host, port, scheme):
         keeping = asyncio.create_task(front.keep(), name="shield")
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -90,35 +134,63 @@ async def _serve(config: Config, host: str, port: int, shape: ShieldShape) -> No
 
 
 @asynccontextmanager
-async def open_shield(config: Config, shape: ShieldShape) -> AsyncIterator[Front]:
-    """What a shield stands on; nothing of it is left at the end but its state's disk. Raises `PermissionDenied`,
-    `Unavailable` where another server has the state directory, `Unsupported`."""
+async def open_shield(
+    config: Config, shape: ShieldShape, inner: Inner | None = None, *, keep: bool = False
+) -> AsyncIterator[Front]:
+    """What a shield stands on; without `keep` nothing of it is left at the end but its state's disk. Raises
+    `PermissionDenied`, `Unavailable` where another server has the state directory, `Unsupported`."""
     check_root()
+    inner = inner or one_node()
     async with AsyncExitStack() as undo:
-        state = StateDir(config.state, edge=config.edge)
+        state = StateDir(config.state, edge=inner.edge)
         undo.callback(state.close)
+        network = read_network(config.state)
         environments = open_environments(config)
         await asyncio.to_thread(environments.ensure_default, build_default)
         on_host = await asyncio.to_thread(open_host, config)
-        undo.callback(_close_host, on_host)
+        undo.callback(_close_host, on_host, keep=keep)
         node = await asyncio.to_thread(open_machines, replace(config, vm_spare=0), on_host)
         if node is None:
             raise Unsupported("this host can run no virtual machines", remedy="`dsec doctor` says what is missing.")
-        await node.open(lambda: None)
-        undo.push_async_callback(node.close, keep=False)
-        await asyncio.to_thread(node.pool.open, {})
+        if inner.network and not node.kernel().leads_out:
+            raise Unsupported(
+                "the kernel of machines here was imported without what a way out takes",
+                remedy="Import it again: `dsec kernel import`.",
+            )
+        left = await _open_node(node, config.run / LEFT)
+        undo.push_async_callback(node.close, keep=keep)
         native = await asyncio.to_thread(build_native, config.state)
-        own = await asyncio.to_thread(shield_layer, environments.layers, native, source_dir())
+        own = await asyncio.to_thread(shield_layer, environments.layers, native, source_dir(), extras=inner.extras)
         kind = "btrfs" if node.kernel().origin == "built" else "ext4"  # the other kernel has no btrfs
         disk = config.state / "shield" / f"state.{kind}"
         await asyncio.to_thread(make_state_disk, disk, shape.state_bytes, kind=kind)
-        front = Front(config, node, environments, shape=shape, own=own, disk=disk)
-        undo.push_async_callback(front.close)
+        outlet = Outlet(network, inner.servers)
+        undo.push_async_callback(outlet.close)
+        front = Front(config, node, environments, inner, outlet, shape=shape, own=own, disk=disk, left=left)
+        undo.push_async_callback(front.close, keep=keep)
         yield front
 
 
-def _close_host(host: Host) -> None:
-    host.volume.close(keep=False)
+async def _open_node(node: VmNode, path: Path) -> Left | None:
+    """The machine that an earlier process left, where it runs; every other one ends."""
+    state, _ = await node.open(lambda: None)
+    left: Left | None = None
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        left = msgspec.json.decode(path.read_bytes(), type=Left)  # noqa: ASYNC240 (some bytes)
+    await asyncio.to_thread(node.pool.open, {} if left is None else {left.reservation: left.name})
+    node.machines.expect(state.live)
+    if left is not None and left.name not in state.live:
+        left = None
+    for name in state.live.keys() | state.ended.keys() | node.machines.names():
+        if left is None or name != left.name:
+            await node.machines.end(name, "")
+    return left
+
+
+def _close_host(host: Host, *, keep: bool) -> None:
+    host.volume.close(keep=keep)
+    if keep:
+        return
     host.layers.unmount_all()
     host.views.remove()
     remove_dev(host.run)
@@ -132,12 +204,15 @@ class Front:
         config: Config,
         node: VmNode,
         environments: EnvironmentStore,
+        inner: Inner,
+        outlet: Outlet,
         *,
         shape: ShieldShape,
         own: str,
         disk: Path,
+        left: Left | None = None,
     ) -> None:
-        """`own`: the layer with our server. `disk`: of its state."""
+        """`own`: the layer with our server. `disk`: of its state. `left`: a machine that runs."""
         self.url = ""
         self.shield: Shield | None = None
         self.ready = asyncio.Event()
@@ -146,19 +221,22 @@ class Front:
         self._config = config
         self._node = node
         self._environments = environments
+        self._inner = inner
+        self._outlet = outlet
         self._shape = shape
         self._own = own
         self._disk = disk
+        self._left = left
 
     @asynccontextmanager
-    async def listen(self, host: str, port: int) -> AsyncIterator[None]:
+    async def listen(self, host: str, port: int, scheme: str = "http") -> AsyncIterator[None]:
         """Serve HTTP there, as long as there is a shield. Raises `InvalidRequest`."""
         try:
             server = await asyncio.start_server(self._pass, host, port)
         except OSError as error:
             raise InvalidRequest(f"{host}:{port} can't be listened at: {error.strerror}") from None
         name, number = server.sockets[0].getsockname()[:2]
-        self.url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+        self.url = f"{scheme}://[{name}]:{number}" if ":" in name else f"{scheme}://{name}:{number}"
         async with server:
             yield
 
@@ -187,9 +265,41 @@ class Front:
             await self._drop()
 
     async def _start(self) -> None:
+        wanted = sorted({digest for each in self._environments.list() for digest in each.layers})
+        argv = self._inner.argv(self.url)
+        prepared = await asyncio.to_thread(self._prepare, wanted)
+        what = hashlib.sha256(msgspec.json.encode([self._own, argv, self._shape, prepared], order="sorted")).hexdigest()
+        left, self._left = self._left, None
+        if left is None or not await self._take_over(left, what):
+            self.shield = await self._boot(wanted)
+            replace_file(self._config.run / LEFT, msgspec.json.encode(self.shield.left(what)))
+            await self._lead_out(self.shield)
+            await self.shield.serve(prepared, argv, _log)
+        if self._inner.client:
+            assert self.shield is not None
+            key = msgspec.json.decode(await self.shield.client(), type=Endpoint).api_key
+            write_endpoint(self._config.state, Endpoint(self.url, key))
+
+    async def _take_over(self, left: Left, what: str) -> bool:
+        """Whether the machine that runs is ours from now on; else it is ended."""
+        try:
+            if left.what == what:
+                self.shield = await adopt(self._node, left, SystemClock())
+                await self._lead_out(self.shield)
+                await self.shield.serve_on(_log)
+                log.info("the shield that ran goes on")
+                return True
+            log.warning("the shield that runs isn't what would be started now: it ends, and its sandboxes with it")
+        except (DsecError, OSError, TimeoutError) as error:
+            log.error("the shield that ran can't be taken over: %s", error)
+            await self._drop()
+            return False
+        await self._node.machines.end(left.name, left.reservation)
+        return False
+
+    async def _boot(self, wanted: list[str]) -> Shield:
         found = self._environments.get(DEFAULT)
-        wanted = {digest for each in self._environments.list() for digest in each.layers}
-        files = {digest: self._environments.layers.files(digest) for digest in sorted(wanted)}
+        files = {digest: self._environments.layers.files(digest) for digest in wanted}
         with contextlib.ExitStack() as stack:
             state = stack.enter_context(_opened(self._disk, os.O_RDWR))
             disks = [ExtraDisk(STATE_SERIAL, state, read_only=False)]
@@ -198,10 +308,15 @@ class Front:
                     if path is not None:
                         disks.append(ExtraDisk(f"{letter}{digest[:18]}", stack.enter_context(_opened(path)), True))
             layers = (self._own, *found.layers)
-            self.shield = await boot(self._node, self._shape, layers, tuple(disks), SystemClock())
-        client = await self.shield.serve(await asyncio.to_thread(self._prepare, sorted(wanted)), _log)
-        key = msgspec.json.decode(client, type=Endpoint).api_key
-        write_endpoint(self._config.state, Endpoint(self.url, key))
+            return await boot(self._node, self._shape, layers, tuple(disks), SystemClock())
+
+    async def _lead_out(self, shield: Shield) -> None:
+        try:
+            await shield.lead_out(self._outlet)
+        except Unsupported as error:
+            if self._inner.network:
+                raise
+            log.warning("no sandbox of the shield's reaches anything: %s", error.message)
 
     def _prepare(self, digests: list[str]) -> dict[str, object]:
         """What the state directory inside has of this one's store."""
@@ -217,9 +332,11 @@ class Front:
         store = self._config.state / "store"
         for path in sorted((store / "environments").rglob("*.json")):
             files[f"store/{path.relative_to(store)}"] = path.read_text()
-        for name in ("e2b.json", "sandboxfusion.json", "network.toml"):
+        names = [path.relative_to(self._config.state) for path in self._config.state.glob("network.d/*.toml")]
+        for name in ("e2b.json", "sandboxfusion.json", "network.toml", *sorted(map(str, names))):
             if (path := self._config.state / name).exists():
                 files[name] = path.read_text()
+        files |= self._inner.files
         return {"state": [STATE_SERIAL, self._disk.suffix.removeprefix(".")], "where": STATE, "files": files}
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -237,8 +354,11 @@ class Front:
                     await stream.close()
         writer.close()
 
-    async def close(self) -> None:
-        """End the machine, in order where it goes on."""
+    async def close(self, *, keep: bool = False) -> None:
+        """End the machine, in order where it goes on. `keep`: leave one that serves to the next process."""
+        if keep and self.ready.is_set() and self.shield is not None:
+            await self.shield.let_go()
+            return
         if self.shield is not None:
             await self.shield.stop(_STOP_S)
         await self._drop()
@@ -247,6 +367,7 @@ class Front:
         shield, self.shield = self.shield, None
         if shield is not None:
             await shield.close()
+        (self._config.run / LEFT).unlink(missing_ok=True)
 
 
 async def _in(reader: asyncio.StreamReader, stream: Stream) -> None:

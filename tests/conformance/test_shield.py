@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -31,6 +33,7 @@ from dsec.testing import conformance as suite  # noqa: E402
 from dsec.testing.conformance import backend, sandboxes  # noqa: E402, F401
 from dsec.testing.conformance.kit import Feature  # noqa: E402
 from dsec.testing.remote import RemoteBackend  # noqa: E402
+from free_port import free_port  # noqa: E402
 
 pytestmark = [
     pytest.mark.root,
@@ -59,8 +62,11 @@ class TestPart:
 class Shielded:
     """One in a thread with a loop of its own, so that what is called here may block."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, port: int = 0, keep: bool = False) -> None:
+        """`keep`: machine and sandboxes go on after `stop`."""
         self.config = config
+        self._keep = keep
+        self.port = port or free_port()
         self.front: Front | None = None
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
@@ -93,7 +99,10 @@ class Shielded:
 
     async def _run(self) -> None:
         try:
-            async with open_shield(self.config, SHAPE) as self.front, self.front.listen("127.0.0.1", 0):
+            async with (
+                open_shield(self.config, SHAPE, keep=self._keep) as self.front,
+                self.front.listen("127.0.0.1", self.port),
+            ):
                 keeping = asyncio.create_task(self.front.keep())
                 up = asyncio.ensure_future(self.front.ready.wait())
                 ending = asyncio.ensure_future(self._ending.wait())
@@ -129,21 +138,83 @@ class ShieldFactory:
         raise AssertionError("nothing of the machine's is in reach here")
 
 
+class Outside(socketserver.BaseRequestHandler):
+    """Whom a sandbox may reach: at an address of this host's that isn't loopback."""
+
+    def handle(self) -> None:
+        self.request.sendall(b"hello from outside\n")
+
+
+def own_address() -> str:
+    """This host's, towards others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return ""
+        return str(sock.getsockname()[0])
+
+
 @pytest.fixture(scope="module")
-def shielded(debian_store: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shielded]:
+def outside() -> Iterator[tuple[str, int]]:
+    with socketserver.TCPServer((own_address() or "127.0.0.1", 0), Outside) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[0], server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def network_file(address: str, port: int) -> str:
+    return f"""
+[permissions.outside]
+description = "a server beside the shield"
+hosts = ["outside.test"]
+ports = [{port}]
+private = true
+[permissions.loopback]
+description = "this host's loopback, which no shield reaches"
+hosts = ["loopback.test"]
+ports = [{port}]
+private = true
+[hosts]
+"outside.test" = ["{address}"]
+"loopback.test" = ["127.0.0.1"]
+"""
+
+
+@pytest.fixture(scope="module")
+def left_over() -> list[Shielded]:
+    """Who came after."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def shielded(
+    left_over: list[Shielded],
+    outside: tuple[str, int],
+    debian_store: Path,
+    vm_templates: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Shielded]:
     state = tmp_path_factory.mktemp("shield") / "state"
     (state / "store" / "layers").mkdir(parents=True)
     for path in (*debian_store.glob("*"), *debian_store.glob("layers/*")):  # the layer with our server stays here
         if path.name != "layers":
             (state / "store" / path.relative_to(debian_store)).symlink_to(path)
     (state / "native").symlink_to(debian_store.parent / "native")
+    (state / "network.toml").write_text(network_file(*outside))
     run = tmp_path_factory.mktemp("machine") / f"run-{os.getpid()}"
-    found = Shielded(Config(state=state, run=run, vm_accel="tcg"))
-    found.start()
+    found = Shielded(Config(state=state, run=run, vm_accel="tcg"), keep=True)
     try:
+        found.start()
         yield found
     finally:
-        found.stop()
+        if not left_over:
+            found.stop()
+            left_over.append(Shielded(found.config))
+            left_over[0].start()
+        left_over[0].stop()
 
 
 @pytest.fixture
@@ -172,6 +243,53 @@ async def test_a_kernel_that_is_brought_down_costs_its_machine_alone(shielded: S
         fresh = await client.create("debian")
         assert (await fresh.commands.run(["true"])).exit_code == 0
         await fresh.kill()
+
+
+READ = "import socket,sys;s=socket.create_connection((sys.argv[1],int(sys.argv[2])),20);print(s.recv(100).decode())"
+
+
+async def test_its_sandboxes_reach_by_name_what_is_outside(shielded: Shielded, outside: tuple[str, int]) -> None:
+    if outside[0].startswith("127."):
+        pytest.skip("this host has no address but loopback")
+    endpoint = shielded.endpoint()
+    async with AsyncClient(endpoint.url, endpoint.api_key) as client:
+        sandbox = await client.create("debian", network={"outside": True, "loopback": True})
+        said = await sandbox.commands.run(["python3", "-c", READ, "outside.test", str(outside[1])])
+        assert said.stdout.strip() == "hello from outside", said.stderr
+        said = await sandbox.commands.run(["python3", "-c", READ, "loopback.test", str(outside[1])])
+        assert said.exit_code != 0  # the machine is no way to this host's own services
+        await sandbox.kill()
+
+
+def test_it_goes_on_for_the_next_process(shielded: Shielded, left_over: list[Shielded]) -> None:
+    """The last test: machine, server and sandboxes outlive the process in front of them."""
+
+    async def begin() -> tuple[str, str]:
+        endpoint = shielded.endpoint()
+        async with AsyncClient(endpoint.url, endpoint.api_key) as client:
+            sandbox = await client.create("debian")
+            await sandbox.files.write("/root/kept", "yes")
+            return sandbox.id, endpoint.api_key
+
+    async def look(sandbox_id: str) -> str:
+        endpoint = after.endpoint()
+        async with AsyncClient(endpoint.url, endpoint.api_key) as client:
+            sandbox = await client.connect(sandbox_id)
+            return (await sandbox.commands.run(["cat", "/root/kept"])).stdout
+
+    sandbox_id, key = asyncio.run(begin())
+    machine = shielded.there().shield
+    assert machine is not None
+    name = machine.name
+    shielded.stop()
+    after = Shielded(shielded.config, port=shielded.port)
+    left_over.append(after)
+    after.start()
+    running = after.there().shield
+    assert running is not None
+    assert running.name == name
+    assert after.endpoint().api_key == key
+    assert asyncio.run(look(sandbox_id)) == "yes"
 
 
 def until_it(condition: Callable[[], bool]) -> None:

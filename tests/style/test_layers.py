@@ -15,11 +15,12 @@ LEVELS = {
     "lifecycle": 1, "ports": 1, "screen_ports": 1, "wire": 1, "plan": 1, "recipe": 1,
     "kernel": 2, "store": 2, "journal": 2, "channel": 2, "egress": 2, "vmm": 2,
     "backends": 3, "builder": 3, "edge": 3, "api": 3, "sdk": 3, "testing": 3, "rollout": 3, "grading": 3, "cluster": 3,
-    "bench": 4, "cli": 4, "app": 4, "app_cluster": 4, "app_shield": 4, "configuration": 4,
+    "bench": 4, "cli": 4, "app": 4, "app_cluster": 4, "app_shield": 4, "app_shield_edge": 4,
+    "configuration": 4,
     "": 4,  # dsec/__init__.py: the names of the SDK
 }  # fmt: skip
 
-LAZY = {"cli", "app", "app_cluster", "app_shield", ""}
+LAZY = {"cli", "app", "app_cluster", "app_shield", "app_shield_edge", ""}
 """May import modules of ours inside functions: so that `dsec --help` is quick, and `import dsec` works without a
 server."""
 
@@ -104,7 +105,7 @@ def test_only_the_composition_names_backends() -> None:
     named = [
         f"{module_name(path)}:{line} imports {target}"
         for path in MODULES
-        if place(module_name(path)) not in {"backends", "app", "app_shield", "bench", "testing"}
+        if place(module_name(path)) not in {"backends", "app", "app_shield", "app_shield_edge", "bench", "testing"}
         for target, line, _, _ in imports(path)
         if place(target) == "backends"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from dsec.cli.in_vm import in_vm_options
 from dsec.cli.output import json_option, write_json
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.sdk._config import DEFAULT_PORT
@@ -52,13 +53,27 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @click.option(
     "--tls/--no-tls", default=None, help="HTTPS, with a certificate of its own (default: unless on loopback)."
 )
-def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, **options: Any) -> int:
+@in_vm_options
+def edge(labels: tuple[str, ...], state: Path | None, on_exit: str, in_vm: bool, **options: Any) -> int:
     """Run this node as an edge of a cluster, in the foreground.
 
-    With a directory of edge-N.json as --credentials it is given a number that is free, and keeps it.
+    With a directory of edge-N.json as --credentials it is given a number that is free, and keeps it. With --in-vm the
+    edge and its sandboxes are in a machine with a kernel of its own.
     """
     app = _app()
     pairs = dict(_pair(label) for label in labels)
+    machine = {name: options.pop(name) for name in ("vm_cpus", "vm_memory_mib", "vm_state_gib")}
+    if in_vm:
+        from dsec import app_shield, app_shield_edge
+
+        return app_shield_edge.serve_edge_in_vm(
+            _joining(app, options),
+            _listening(app, options),
+            shape=app_shield.shape_of(**machine),
+            state=state,
+            labels=pairs,
+            on_exit=on_exit,
+        )
     return int(
         app.serve_edge(_joining(app, options), _listening(app, options), state=state, labels=pairs, on_exit=on_exit)
     )

@@ -13,6 +13,7 @@ from typing import Literal
 
 import click
 
+from dsec.cli.in_vm import in_vm_options
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
 from dsec.errors import Unsupported
 from dsec.sdk._config import DEFAULT_PORT
@@ -29,10 +30,7 @@ from dsec.sdk._config import DEFAULT_PORT
     show_default=True,
     help="keep: sandboxes go on for the next server. destroy: they end, and nothing of them is left.",
 )
-@click.option("--in-vm", is_flag=True, help="Run containers and function calls in one virtual machine.")
-@click.option("--vm-cpus", type=click.IntRange(1, 64), default=2, show_default=True, help="Of that machine.")
-@click.option("--vm-memory-mib", type=click.IntRange(512), default=4096, show_default=True, help="Of that machine.")
-@click.option("--vm-state-gib", type=click.IntRange(1), default=64, show_default=True, help="What it may keep on disk.")
+@in_vm_options
 @click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
@@ -50,16 +48,14 @@ def serve(
     state: Path | None,
     on_exit: str,
     in_vm: bool,
-    vm_cpus: int,
-    vm_memory_mib: int,
-    vm_state_gib: int,
     log_format: Literal["human", "json"],
     log_level: str,
+    **machine: int,
 ) -> int:
     """Run a one-node server in the foreground; SIGTERM or Ctrl-C stops it.
 
-    With --in-vm a kernel that an agent crashes is the machine's, which is booted again; its sandboxes end with it, and
-    when the server stops. It writes client.json (its URL and an API key, mode 0600) into its state directory: there
+    With --in-vm a kernel that an agent crashes is the machine's, which is booted again; its sandboxes end with it. It
+    writes client.json (its URL and an API key, mode 0600) into its state directory: there
     the client and this command find it.
     """
     try:
@@ -70,9 +66,8 @@ def serve(
         return app_shield.serve_in_vm(
             host=host,
             port=port,
-            vcpus=vm_cpus,
-            memory_bytes=vm_memory_mib << 20,
-            state_bytes=vm_state_gib << 30,
+            shape=app_shield.shape_of(**machine),
+            keep=on_exit == "keep",
             state=state,
             log_format=log_format,
             log_level=log_level,

@@ -17,6 +17,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from dsec.errors import DsecError, Unavailable, Unsupported
 from dsec.ports import GuestChannel, Operation
@@ -25,7 +26,8 @@ from dsec.vmm.flow import Connected, Flow
 from dsec.wire.flows import MAX_FLOWS, FlowDecoder, FlowKind, FlowRecord, encode
 from dsec.wire.frames import MAX_DATA, ProtocolError
 
-Query = Callable[[bytes], bytes | None]
+Query = Callable[[bytes], bytes | asyncio.Future[bytes] | None]
+"""The answer, now or later (its maker bounds how many wait); None: silence."""
 
 READY_S = 20.0
 """How long a guest may take to lead programs out, in imitation too."""
@@ -61,6 +63,8 @@ class MachineNetwork:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._wishes = 0
+        self._operations = 0
+        """How many there were: an answer that comes late is for the one that asked."""
         self.set_callbacks(connected, query)
 
     def set_callbacks(self, connected: Connected, query: Query) -> None:
@@ -72,10 +76,10 @@ class MachineNetwork:
         """From now on programs inside can connect, as soon as the guest leads them here."""
         self._task = asyncio.create_task(self._serve(), name=f"way out of {self._sandbox_id}")
 
-    async def ready(self) -> None:
+    async def ready(self, timeout_s: float = READY_S) -> None:
         """Wait until it does. Raises `Unsupported` where its kernel can't, `Unavailable` where it says nothing."""
         try:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._ready)
         except TimeoutError:
             raise Unavailable(
@@ -236,8 +240,14 @@ class MachineNetwork:
         except Exception:
             log.exception("sandbox %s: a query was dropped", self._sandbox_id)
             return
-        if answer is not None:
+        if isinstance(answer, asyncio.Future):
+            answer.add_done_callback(partial(self._answer_late, self._operations, record.flow))
+        elif answer is not None:
             self.say(encode(FlowKind.ANSWER, record.flow, answer))
+
+    def _answer_late(self, operation: int, flow: int, answer: asyncio.Future[bytes]) -> None:
+        if operation == self._operations and not answer.cancelled() and answer.exception() is None:
+            self.say(encode(FlowKind.ANSWER, flow, answer.result()))
 
     def _open(self, record: FlowRecord) -> None:
         self._wishes += 1
@@ -261,6 +271,7 @@ class MachineNetwork:
             flow.fail()
 
     def _drop_all(self) -> None:
+        self._operations += 1
         for flow in list(self._flows.values()):
             flow.cut()
         self._last = self._queued = 0

@@ -3,9 +3,12 @@ brought down from inside is that machine's and not the host's.
 
 It is booted, not cloned, with the node's layers as read-only disks beside its own, and a disk for its server's state,
 which outlives it: the next machine's server finds there which sandboxes were lost (`node_lost`). All that the host has
-to do with it goes through its channel; its HTTP too, a connection inside for each one outside.
+to do with it goes through its channel; its HTTP too, a connection inside for each one outside, and its way out.
 
-Owns what `vmm.machine.Machines` owns for a machine, and `<state>/shield/state.disk`.
+The machine and the server in it outlive the process that started them; the next one finds them by `Left`, which is
+written before the server starts.
+
+Owns what `vmm.machine.Machines` owns for a machine, and `<state>/shield/state.*`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,17 +30,19 @@ from msgspec import Struct
 from dsec.backends.microvm import shield_inside
 from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.shield_layer import LIBRARY, check_python
+from dsec.backends.microvm.shield_out import Outlet
 from dsec.backends.microvm.templates import BOOT_S, closing, first_word
 from dsec.channel import SocketChannel, Spool
 from dsec.channel.files import read_file
 from dsec.channel.streams import Stream, connect
-from dsec.errors import CreateFailed, FileMissing, PlatformError, PortClosed, Unsupported
-from dsec.ports import Clock, GuestChannel
-from dsec.spec.operations import Chunk, EndKind, ExecFlag, OpEnd, OpRequest
+from dsec.errors import CreateFailed, FileMissing, PlatformError, PortClosed, Unavailable, Unsupported
+from dsec.ports import Clock, GuestChannel, Operation
+from dsec.spec.operations import Chunk, EndKind, ExecFlag, Kind, OpEnd, OpRequest
 from dsec.vmm.driver import ExtraDisk, Shape, Start
 from dsec.vmm.ends import stopped, why
 from dsec.vmm.first_words import Identity, configure, new_token
 from dsec.vmm.machine import Machine
+from dsec.vmm.network import MachineNetwork
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,13 @@ START_S = 300.0
 _RUN_S = 120.0
 _POLL_S = 0.25
 _ENV = (b"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", b"HOME=/root", b"LANG=C.UTF-8")
+_SERVER_ENV = (
+    *_ENV,
+    f"PYTHONPATH={LIBRARY}".encode(),
+    f"DSEC_STATE={STATE}".encode(),
+    b"DSEC_RUN=/run/dsec",
+    b"DSEC_LASTING_RECORDS=1",
+)
 
 
 class ShieldShape(Struct, frozen=True, kw_only=True):
@@ -59,23 +72,61 @@ class ShieldShape(Struct, frozen=True, kw_only=True):
     """For what is written outside of the state directory."""
 
 
+class Left(Struct, frozen=True, kw_only=True):
+    """What leads the next process to a machine."""
+
+    name: str
+    reservation: str
+    token: str
+    what: str
+    """Tells whether what runs there is what that process would start."""
+
+
 class Shield:
     """One machine, from its boot to its end."""
 
-    def __init__(self, name: str, reservation: str, machine: Machine, channel: SocketChannel, node: VmNode) -> None:
-        self.name = name
+    def __init__(
+        self, node: VmNode, machine: Machine, channel: SocketChannel, *, reservation: str, token: bytes
+    ) -> None:
+        self.name = machine.name
         self.machine = machine
         self.channel = channel
         self._reservation = reservation
         self._node = node
+        self._token = token
+        self._operation: Operation | None = None
         self._server: asyncio.Task[None] | None = None
+        self._network: MachineNetwork | None = None
 
-    async def serve(self, prepare: dict[str, object], on_line: Callable[[str], None]) -> bytes:
-        """Start the server inside; returns when it answers, with what it wrote into client.json. `prepare`: as
-        `shield_inside` takes it. Raises `CreateFailed` with its last words, `Unsupported`."""
+    def left(self, what: str) -> Left:
+        """What leads to it; `what` as there."""
+        return Left(name=self.name, reservation=self._reservation, token=self._token.hex(), what=what)
+
+    async def lead_out(self, outlet: Outlet) -> None:
+        """Let it reach what the outlet lets it. Raises `Unsupported` where its kernel can't, `Unavailable`."""
+        self._network = MachineNetwork(self.name, self.channel, outlet.connected, outlet.query)
+        self._network.start()
+        await self._network.ready(_RUN_S)
+
+    async def serve(self, prepare: dict[str, object], argv: Sequence[str], on_line: Callable[[str], None]) -> None:
+        """Start the server inside; returns when it answers. `prepare`: as `shield_inside` takes it. `argv`: what
+        follows `dsec`; it has to listen at `PORT` of loopback. Raises `CreateFailed` with its last words,
+        `Unsupported`."""
         check_python(await _run(self.channel, (b"python3", b"--version")))
         program = f"{LIBRARY}/dsec/backends/microvm/{Path(shield_inside.__file__).name}"
         await _run(self.channel, (b"python3", b"-IS", program.encode()), msgspec.json.encode(prepare))
+        words = ("python3", "-m", "dsec.cli.main", *argv)
+        request = OpRequest(argv=tuple(word.encode() for word in words), env=_SERVER_ENV, flags=ExecFlag.MERGE)
+        await self._follow(await self.channel.start(request), on_line)
+
+    async def serve_on(self, on_line: Callable[[str], None]) -> None:
+        """Follow the server that runs in it already. Raises `CreateFailed` where there is none."""
+        running = [each for each in self.channel.operations() if each.kind is Kind.EXEC and each.end is None]
+        if not running:
+            raise CreateFailed("no server runs in the shield")
+        await self._follow(min(running, key=lambda each: each.op), on_line)
+
+    async def _follow(self, operation: Operation, on_line: Callable[[str], None]) -> None:
         said: list[str] = []
 
         def note(line: str) -> None:
@@ -83,17 +134,27 @@ class Shield:
             del said[:-40]
             on_line(line)
 
-        self._server = asyncio.create_task(_follow(self.channel, note), name="the shield's server")
+        self._operation = operation
+        self._server = asyncio.create_task(_lines(operation, note), name="the shield's server")
         async with asyncio.timeout(START_S):
             while True:
                 if self._server.done() or self.gone():
                     raise CreateFailed(f"the shield's server ended: {' / '.join(said)[-1500:] or self.console()}")
-                with contextlib.suppress(PortClosed, FileMissing):
+                with contextlib.suppress(PortClosed):
                     await (await connect(self.channel, PORT)).close()
-                    client = await _read(self.channel, f"{STATE}/client.json")
-                    await _run(self.channel, (b"sync",))  # the key shall outlive this machine
-                    return client
+                    return
                 await asyncio.sleep(_POLL_S)
+
+    async def client(self) -> bytes:
+        """What its server wrote into client.json. Raises `CreateFailed`, `TimeoutError`."""
+        async with asyncio.timeout(START_S):
+            while not self.gone():
+                with contextlib.suppress(FileMissing):
+                    found = await _read(self.channel, f"{STATE}/client.json")
+                    await _run(self.channel, (b"sync",))  # the key shall outlive this machine
+                    return found
+                await asyncio.sleep(_POLL_S)
+        raise CreateFailed("the shield's server ended while it started")
 
     async def connect(self) -> Stream:
         """To the server's HTTP. Raises `PortClosed`, `OutcomeUnknown`."""
@@ -139,17 +200,46 @@ class Shield:
         await asyncio.gather(stopping, halted, return_exceptions=True)
 
     async def _stop(self, server: asyncio.Task[None]) -> None:
-        await _run(self.channel, (b"pkill", b"-TERM", b"-f", b"dsec.cli.main serve"))
+        assert self._operation is not None
+        await self._operation.signal(signal.SIGTERM)
         await asyncio.wait((server,))
         await _run(self.channel, (b"sync",))
 
+    async def let_go(self) -> None:
+        """It goes on, for the next process."""
+        await self._part()
+        self.machine.close()
+
     async def close(self) -> None:
         """End it; its state's disk stays."""
-        if self._server is not None:
-            self._server.cancel()
-        await self.channel.close()
+        await self._part()
         await self._node.machines.end(self.name, self._reservation, self.machine)
         self._node.host.volume.remove_spool(self.name)
+
+    async def _part(self) -> None:
+        if self._server is not None:
+            self._server.cancel()
+        if self._network is not None:
+            self._network.stop()
+        await self.channel.close()
+
+
+async def adopt(node: VmNode, left: Left, clock: Clock) -> Shield:
+    """One of an earlier process. Raises `DsecError`, OSError, TimeoutError; then it is as it was."""
+    slot = node.pool.find(left.reservation, left.name)
+    if slot is None:
+        raise Unavailable("its cgroups are gone")
+    slot.thaw()
+    machine = await node.machines.adopt(left.name, slot)
+    try:
+        token = bytes.fromhex(left.token)
+        async with asyncio.timeout(BOOT_S):
+            spool = Spool(node.host.volume.spool_path(left.name), fresh=False)
+            channel = await SocketChannel.open(await machine.port(), clock=clock, token=token, spool=spool)
+    except BaseException:
+        machine.close()
+        raise
+    return Shield(node, machine, channel, reservation=left.reservation, token=token)
 
 
 async def boot(
@@ -189,13 +279,14 @@ async def boot(
                     )
                 ),
             )
-        return Shield(name, reservation, machine, await _greet(node, machine, name, clock), node)
+        channel, token = await _greet(node, machine, name, clock)
+        return Shield(node, machine, channel, reservation=reservation, token=token)
     except BaseException:
         await asyncio.shield(node.machines.end(name, reservation, machine))
         raise
 
 
-async def _greet(node: VmNode, machine: Machine, name: str, clock: Clock) -> SocketChannel:
+async def _greet(node: VmNode, machine: Machine, name: str, clock: Clock) -> tuple[SocketChannel, bytes]:
     exited = node.machines.exited(name)
     halted = asyncio.ensure_future(machine.control.ended())
     ready = asyncio.ensure_future(first_word(machine))
@@ -211,7 +302,7 @@ async def _greet(node: VmNode, machine: Machine, name: str, clock: Clock) -> Soc
             sock.close()
             raise
         spool = Spool(node.host.volume.spool_path(name), fresh=True)
-        return await SocketChannel.open(sock, clock=clock, token=token, spool=spool)
+        return await SocketChannel.open(sock, clock=clock, token=token, spool=spool), token
     finally:
         ready.cancel()
         halted.cancel()
@@ -260,20 +351,10 @@ async def _read(channel: GuestChannel, path: str) -> bytes:
     return found
 
 
-async def _follow(channel: GuestChannel, on_line: Callable[[str], None]) -> None:
-    """The server inside, from its start to its end."""
-    env = (
-        *_ENV,
-        f"PYTHONPATH={LIBRARY}".encode(),
-        f"DSEC_STATE={STATE}".encode(),
-        b"DSEC_RUN=/run/dsec",
-        b"DSEC_LASTING_RECORDS=1",
-    )
-    serve = ("python3", "-m", "dsec.cli.main", "serve", "--host", "127.0.0.1", "--port", str(PORT))
-    argv = tuple(word.encode() for word in serve)
-    operation = await channel.start(OpRequest(argv=argv, env=env, flags=ExecFlag.MERGE))
+async def _lines(operation: Operation, on_line: Callable[[str], None]) -> None:
+    """The server inside, to its end."""
     line = b""
-    async for item in operation.read():
+    async for item in operation.read(-1):
         if isinstance(item, OpEnd):
             return
         line += item.data

