@@ -35,7 +35,7 @@ def cluster(vm_templates: Path, debian_store: Path, tmp_path_factory: pytest.Tem
     (state / "native").symlink_to(debian_store.parent / "native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_VM_ACCEL", "tcg")
-        patch.setattr(cluster_kit, "PATIENCE_S", 400.0)  # a machine that boots and starts a server, imitated
+        patch.setattr(cluster_kit, "PATIENCE_S", 900.0)  # a machine that boots and starts a server, imitated
         directory = tmp_path_factory.mktemp("cluster")
         with cluster_kit.running(directory, [state], servers=1, apiservers=1, prepare=in_vm) as found:
             yield found

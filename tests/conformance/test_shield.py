@@ -44,7 +44,7 @@ if os.environ.get("DSEC_TEST_SHIELD") == "all":
     from dsec.testing.conformance import *  # noqa: F403
 
 SHAPE = ShieldShape(vcpus=1, memory_bytes=1 << 30, state_bytes=2 << 30)
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 class TestPart:

@@ -48,10 +48,11 @@ log = logging.getLogger(__name__)
 
 STATE = "/var/lib/dsec"
 PORT = 7000
-START_S = 300.0
-"""On an imitated CPU a server takes its time to load."""
+START_S = 1200.0
+"""On an imitated CPU a server takes its time to load: half a minute of CPU time, whatever that is on a busy host."""
 _RUN_S = 120.0
-_POLL_S = 0.25
+_POLL_S = 1.0
+"""Between two looks whether it serves: each starts a process inside."""
 _ENV = (b"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", b"HOME=/root", b"LANG=C.UTF-8")
 _SERVER_ENV = (
     *_ENV,
@@ -136,25 +137,26 @@ class Shield:
 
         self._operation = operation
         self._server = asyncio.create_task(_lines(operation, note), name="the shield's server")
-        async with asyncio.timeout(START_S):
-            while True:
-                if self._server.done() or self.gone():
-                    raise CreateFailed(f"the shield's server ended: {' / '.join(said)[-1500:] or self.console()}")
-                with contextlib.suppress(PortClosed):
-                    await (await connect(self.channel, PORT)).close()
-                    return
-                await asyncio.sleep(_POLL_S)
+        until = asyncio.get_running_loop().time() + START_S
+        while asyncio.get_running_loop().time() < until:
+            if self._server.done() or self.gone():
+                raise CreateFailed(f"the shield's server ended: {' / '.join(said)[-1500:] or self.console()}")
+            with contextlib.suppress(PortClosed):
+                await (await connect(self.channel, PORT)).close()
+                return
+            await asyncio.sleep(_POLL_S)
+        raise CreateFailed(f"the shield's server doesn't serve: {' / '.join(said)[-1500:]}")
 
     async def client(self) -> bytes:
-        """What its server wrote into client.json. Raises `CreateFailed`, `TimeoutError`."""
-        async with asyncio.timeout(START_S):
-            while not self.gone():
-                with contextlib.suppress(FileMissing):
-                    found = await _read(self.channel, f"{STATE}/client.json")
-                    await _run(self.channel, (b"sync",))  # the key shall outlive this machine
-                    return found
-                await asyncio.sleep(_POLL_S)
-        raise CreateFailed("the shield's server ended while it started")
+        """What its server wrote into client.json. Raises `CreateFailed`."""
+        until = asyncio.get_running_loop().time() + _RUN_S
+        while asyncio.get_running_loop().time() < until and not self.gone():
+            with contextlib.suppress(FileMissing):
+                found = await _read(self.channel, f"{STATE}/client.json")
+                await _run(self.channel, (b"sync",))  # the key shall outlive this machine
+                return found
+            await asyncio.sleep(_POLL_S)
+        raise CreateFailed("the shield's server left no client.json")
 
     async def connect(self) -> Stream:
         """To the server's HTTP. Raises `PortClosed`, `OutcomeUnknown`."""
