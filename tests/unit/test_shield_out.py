@@ -11,6 +11,7 @@ import pytest
 
 from dsec.backends.microvm.shield_out import STAND_IN, Outlet, servers_of
 from dsec.egress.registry import NetworkFile
+from dsec.egress.resolver import Resolver
 from dsec.errors import Unsupported
 from dsec.plan.permissions import Definition
 
@@ -28,6 +29,11 @@ NETWORK = NetworkFile(
 @pytest.fixture
 async def outlet() -> AsyncIterator[Outlet]:
     found = Outlet(NETWORK, servers_of(["nats://127.0.0.1:4222"]))
+
+    async def lookup(name: str) -> list[str]:
+        return ["10.1.2.5"] if name == "looked-up.db.test" else []
+
+    found._resolver = Resolver(lookup, NETWORK.hosts)
     yield found
     await found.close()
 
@@ -55,9 +61,10 @@ async def test_names_have_their_own_addresses(outlet: Outlet) -> None:
     [
         ("93.184.216.34", "", True),
         ("10.9.1.1", "", True),  # the operator names the block
-        ("10.1.2.3", "", False),
-        ("10.1.2.3", "db.test", True),  # a name that may lead there did
-        ("10.1.2.4", "open.test", False),  # this one may not
+        ("10.1.2.3", "", True),  # and this address of a name
+        ("10.1.2.4", "open.test", False),  # this name may not lead there
+        ("10.1.2.5", "", False),
+        ("10.1.2.5", "looked-up.db.test", True),  # a name that may did
         ("127.0.0.1", "loop.db.test", False),
         ("169.254.169.254", "meta.db.test", False),
         ("192.168.1.1", "", False),

@@ -68,6 +68,8 @@ class Outlet:
         self._private_names = [host for each in definitions if each.private for host in each.hosts]
         self._private_names += self._servers.names
         self._blocks = [ipaddress.ip_network(text, strict=False) for each in definitions for text in each.addresses]
+        given = [text for name, texts in network.hosts.items() if self._may_be_private(name) for text in texts]
+        self._blocks += [ipaddress.ip_network(text) for text in given]  # the server inside asks nobody for these
         self._private: OrderedDict[IPv4Address, None] = OrderedDict()
         """Private addresses that a name led to which may."""
         self._waiting = 0
