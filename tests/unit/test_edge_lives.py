@@ -324,7 +324,7 @@ async def test_renewals_and_expiry_never_disagree(tmp_path: Path) -> None:
             await edge.renew(sandbox_id, 1.0)
         assert edge.get(sandbox_id).state is State.RUNNING
         assert (await edge.renew(sandbox_id, None)).expires_at is None
-        await clock.advance(1e6)
+        await clock.advance(1e5)
         assert edge.get(sandbox_id).state is State.RUNNING
         for bad in (0.0, -1.0, 1e12):
             with pytest.raises(InvalidRequest):
