@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,11 @@ class FarCopier(Copier):
     def __init__(self, program: Path, holder: Path, clock: Clock, latency_s: float, bytes_per_s: float) -> None:
         super().__init__(program, holder, clock)
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._tickets = itertools.count(-1, -1)
+        self._on_way: dict[int, int] = {}
+        """Jobs whose bytes have not arrived: at which priority they are copied then."""
+        self._arrived: dict[int, int] = {}
+        """The copier's numbers of the others."""
 
     def copy(
         self,
@@ -61,18 +67,33 @@ class FarCopier(Copier):
             seconds += sum(chunk.size for chunk in chunks) / self._bytes_per_s
         if not seconds or kind == CHECK:  # what is checked is here
             return super().copy(source, offset, chunks, target, done, nice=nice, token=token, kind=kind)
-        ours = os.dup(target)
+        ours, ticket = os.dup(target), next(self._tickets)
+        self._on_way[ticket] = nice
+
+        def copied(told: bool, error: Exception | None) -> None:
+            self._arrived.pop(ticket, None)
+            done(told, error)
 
         def arrived() -> None:
+            nice = self._on_way.pop(ticket)
             try:
-                super(FarCopier, self).copy(source, offset, chunks, ours, done, nice=nice, token=token, kind=kind)
+                self._arrived[ticket] = super(FarCopier, self).copy(
+                    source, offset, chunks, ours, copied, nice=nice, token=token, kind=kind
+                )
             except CopierGone as error:
                 done(False, error)
             finally:
                 os.close(ours)
 
         asyncio.get_running_loop().call_later(seconds, arrived)
-        return 0
+        return ticket
+
+    def hasten(self, job: int, nice: int) -> None:
+        """Also one that is on its way."""
+        if job in self._on_way:
+            self._on_way[job] = nice
+        else:
+            super().hasten(self._arrived.get(job, job), nice)
 
 
 async def fill(cache: Path, run: Path, store: Path, distance: Sequence[float], program: Path | None) -> None:
