@@ -61,6 +61,7 @@ def test_what_is_held_counts_until_it_is_let_go_of_whatever_nodes_report() -> No
     holder = Holder("a", lambda account: [(account.partition("/")[0], 1)], expiry_s=60.0)
     holder.shares["lab"] = 10
     holder.hold("lab/x", 6)
+    holder.spend("lab/x", 1, 2, now=99.0)
     holder.report(1, "i", {"lab/x": Charged(2, 2)}, now=100.0)
     assert holder.free("lab/y") == 2
     holder.recount()
@@ -137,3 +138,34 @@ def test_races_of_holders_edges_and_reports(seed: int) -> None:
         for edge in (1, 2):
             holder.report(edge, "end", {"p": Charged(0, 0)}, now + 10)
         assert holder.used("p") == 0
+
+
+def test_a_node_that_lies_takes_nobodys_quota() -> None:
+    """It has no more of an account than was sent to it."""
+    holder = Holder("a", lambda account: [(account.partition("/")[0], 1)], expiry_s=30.0)
+    holder.shares.update({"victim": 10, "lab": 10})
+    lie = Charged(1 << 40, 1 << 40)
+    holder.report(3, "liar", {"victim/x": lie, "lab/x": lie}, now=0.0)
+    assert holder.free("victim/x") == holder.free("lab/x") == 10
+    holder.spend("lab/x", 3, 2, now=1.0)
+    holder.spend("victim/x", 1, 4, now=1.0)
+    holder.report(3, "liar", {"victim/x": lie, "lab/x": lie}, now=2.0)
+    assert (holder.free("victim/x"), holder.free("lab/x")) == (6, 6), "twice, while they may be under way"
+    holder.report(3, "liar", {"victim/x": lie, "lab/x": lie}, now=32.0)
+    assert (holder.free("victim/x"), holder.free("lab/x")) == (6, 8)
+    holder.report(3, "liar", {}, now=33.0)
+    holder.report(3, "liar", {"lab/x": Charged(2, 2)}, now=34.0)
+    assert holder.free("lab/x") == 8, "a report may have left out what had just begun"
+    holder.gone(3)
+    assert (holder.free("victim/x"), holder.free("lab/x")) == (6, 10)
+
+
+def test_what_is_made_without_being_spent_counts_when_its_node_reports_it() -> None:
+    """A sandbox that is rebuilt."""
+    holder = Holder("a", lambda account: [("lab", 1)], expiry_s=30.0)
+    holder.shares["lab"] = 10
+    holder.expect(1)
+    holder.report(1, "i", {"lab/x": Charged(1, 1)}, now=1.0)
+    assert holder.free("lab/x") == 9
+    holder.report(1, "i", {}, now=2.0)
+    assert holder.free("lab/x") == 10

@@ -215,6 +215,7 @@ class Moves:
             return found.standing == "coming", None
         if found.rebuilt is not None:
             return True, Answered(200, _encode(found.rebuilt))
+        self._nodes.scheduler.holder.expect(owner.edge)
         status, body = await self._upstream.json(member, "POST", "/v1/sandboxes:rebuild", principal, _encode(request))
         return True, Answered(status, body)
 
@@ -240,6 +241,7 @@ class Moves:
                 return None
             revision = new
             self._changed(request.sandbox, owner, revision)
+            self._nodes.scheduler.holder.expect(edge)
             answer, refused = await self._order(member, principal, request, chain, owner, spec)
             if not refused:
                 await self._lead(principal, spec, member)

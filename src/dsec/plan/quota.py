@@ -96,7 +96,7 @@ UNITS = {"cpus": 1000.0, "memory_bytes": 1 / (1 << 20)}
 class _Track:
     """Of one account, on one node, for this holder."""
 
-    __slots__ = ("before", "live", "pending", "sent", "taken")
+    __slots__ = ("before", "ever", "live", "pending", "sent", "spent_at", "taken")
 
     def __init__(self) -> None:
         self.before: int | None = None
@@ -104,6 +104,9 @@ class _Track:
         self.sent: deque[list[float]] = deque()
         """[when, how many], oldest first, of what no report has shown yet."""
         self.pending = 0
+        self.ever = 0
+        """How many were sent in all."""
+        self.spent_at = float("-inf")
         self.taken = 0
         self.live = 0
 
@@ -124,6 +127,8 @@ class Holder:
         self._tracks: dict[int, dict[str, _Track]] = {}
         self._instances: dict[int, str] = {}
         self._held: dict[str, int] = {}
+        self._beyond: dict[int, int] = {}
+        """What may be on a node of any account, beside what was spent."""
 
     def used(self, ledger: str) -> int:
         """Charged to this holder, in flight or live."""
@@ -150,7 +155,14 @@ class Holder:
         track = self._tracks.setdefault(edge, {}).setdefault(account, _Track())
         track.sent.append([now, count])
         track.pending += count
+        track.ever += count
+        track.spent_at = now
         self._add(account, count)
+
+    def expect(self, edge: int) -> None:
+        """One more may come to be on a node, of which this holder doesn't know the account: it counts when the node
+        reports it."""
+        self._beyond[edge] = self._beyond.get(edge, 0) + 1
 
     def hold(self, account: str, count: int) -> None:
         """`count` run that no node reports, for as long as this holder keeps hold of them (negative: they have ended);
@@ -181,7 +193,8 @@ class Holder:
             self._arrived(account, track, count)
 
     def report(self, edge: int, instance: str, charged: Mapping[str, Charged], now: float) -> None:
-        """What a node says of this holder, by account."""
+        """What a node says of this holder, by account. A node that lies can't have more than was ever sent to it: no
+        account pays for another's, nor for what this holder gave to others."""
         tracks = self._tracks.setdefault(edge, {})
         if self._instances.setdefault(edge, instance) != instance:
             self._instances[edge] = instance
@@ -195,12 +208,13 @@ class Holder:
             said = charged.get(account, Charged(track.taken, 0))
             self._arrived(account, track, said.taken - track.taken)
             track.taken = max(track.taken, said.taken)
-            self._add(account, said.live - track.live)
-            track.live = said.live
+            live = min(said.live, track.ever + self._beyond.get(edge, 0))
+            self._add(account, live - track.live)
+            track.live = live
             while track.sent and track.sent[0][0] < now - self._expiry_s:
                 self._arrived(account, track, int(track.sent[0][1]))
-            if not track.pending and account not in charged:
-                del tracks[account]
+            if not track.pending and account not in charged and now - track.spent_at > 2 * self._expiry_s:
+                del tracks[account]  # not before the last of what was sent must have been reported
 
     def settled(self, edge: int) -> bool:
         """Whether nothing is on its way to a node: a report that says what the last one said changes nothing."""
@@ -211,6 +225,7 @@ class Holder:
         for account, track in self._tracks.pop(edge, {}).items():
             self._add(account, -track.pending - track.live)
         self._instances.pop(edge, None)
+        self._beyond.pop(edge, None)
 
     def _arrived(self, account: str, track: _Track, count: int) -> None:
         """`count` of what was sent are no longer in flight; the oldest are taken to be those, so that one which is lost
