@@ -13,8 +13,8 @@ In a test module of its own:
 
 The environment that the factory names holds what any Debian-like image holds (sh, cat, sleep, env, id, seq, head,
 ...). What a backend can't do it leaves out of `features`; those tests are skipped, and say so. Every test makes its
-own sandboxes and the suite destroys them; a factory whose sandboxes are dear has a `keeper = Keeper()` (of `kit`), which
-holds one for all tests that need no more.
+own sandboxes and the suite destroys them; a factory whose sandboxes are dear has a `keeper` (`kit.Keeper`), which holds
+one for all tests that need no more.
 """
 
 from dsec.testing.conformance.commands import TestCommands, TestProcesses
