@@ -194,10 +194,10 @@ if sys.platform == "linux":
 
         with _alone(debian_store.parent, "kernels"):
             kernels = KernelStore(debian_store.parent)
-            if not any(kernel.leads_out for kernel in kernels.list()):
+            if not any(kernel.leads_out and kernel.gives_back for kernel in kernels.list()):
                 try:
                     kernels.import_package()
-                except PlatformError:  # no mirror is reached: an older one does for all but the network
+                except PlatformError:  # no mirror is reached: an older one does for all but network and balloon
                     if not kernels.list():
                         raise
         return debian_store.parent / "templates"

@@ -11,6 +11,8 @@
  * machine's memory, whose state it is then told to load. It is a child of the stem's parent. The stem has the capabilities that this needs in
  * a user namespace that has no others; a branch has none, unless it is to be a stem itself.
  *
+ * Clones that are no stems have it loaded too, for what memory they give back (`fallocate64`) and random numbers.
+ *
  * DSEC_STEM is the descriptor of a SOCK_SEQPACKET: `struct request` with descriptors -> i32 pid, or 0 and why not, in words. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -178,6 +180,16 @@ int madvise(void *at, size_t size, int advice) {
     if (commands >= 0 && (advice == MADV_DONTFORK || advice == MADV_HUGEPAGE)) return 0;
     return (int)syscall(SYS_madvise, at, size, advice);
 }
+
+/* Pages that the machine gives back: QEMU wants them out of its memory's file, and then unmapped. The file is its template's, and stays. */
+int fallocate64(int fd, int mode, off_t at, off_t size) {
+    int seals = fcntl(fd, F_GET_SEALS);
+    bool fixed = (seals > 0 && (seals & F_SEAL_WRITE)) || (fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY;
+    if (fixed && (mode & FALLOC_FL_PUNCH_HOLE)) return 0;
+    return (int)syscall(SYS_fallocate, fd, mode, at, size);
+}
+
+int fallocate(int fd, int mode, off_t at, off_t size) { return fallocate64(fd, mode, at, size); }
 
 /* What makes random numbers for the machine (its CPU's and its device's) would go on in each branch as in its siblings: it hears of fork(2) alone. */
 int gnutls_rnd(int level, void *data, size_t size) {

@@ -16,6 +16,7 @@ import pytest
 from dsec import AsyncClient, AsyncSandbox
 from dsec.errors import InvalidRequest, Unsupported
 from dsec.kernel.cgroups import CgroupRoot
+from dsec.kernel.private_pages import Copy
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, State
 from microvm_kit import SMALL, emptied, monitors, needs_qemu, said, serving_machines
@@ -73,6 +74,47 @@ async def test_limits_are_the_kernels_inside(client: AsyncClient) -> None:
     assert full.cause is Cause.DISK_LIMIT
     # More than the machine's memory: what was read before makes room, and nobody ends.
     assert await said(box, "cat /big > /dev/null && rm /big; echo still here") == "still here"
+
+
+KEEPS = """
+import os, sys, time
+x = bytearray(bytes.fromhex(sys.argv[1])) * (4 << 20)
+open("/up", "w").close()
+while not os.path.exists("/go"):
+    time.sleep(0.05)
+"""
+
+
+async def test_memory_that_is_freed_inside_goes_back_and_is_nobody_elses(
+    server: Server, client: AsyncClient, tmp_path: Path
+) -> None:
+    box, secret = await client.create(SMALL), os.urandom(16)
+    holds = await box.commands.start(["python3", "-c", KEEPS, secret.hex()])  # 64 MiB of it
+    await said(box, "until test -e /up; do sleep 0.05; done")
+    held = (await box.usage()).memory_bytes
+    assert any(secret * 2 in own_memory(pid, tmp_path / str(pid)) for pid in monitors(server))
+    await said(box, "touch /go")
+    (await holds.wait()).check()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await box.usage()).memory_bytes > held - (40 << 20):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    # What was given back reads as the template's memory, which never had what its clones wrote.
+    assert all(secret not in memory for pid in monitors(server) for memory in memories(pid))
+    assert await said(box, "echo still here") == "still here"
+
+
+def own_memory(pid: int, into: Path) -> bytes:
+    """Of a machine's memory, what its VMM alone has; by a file that is removed."""
+    with open(Copy(pid, SMALL.memory_bytes, into).finish(), "rb") as file:
+        into.unlink()
+        return file.read()
+
+
+def memories(pid: int) -> Iterator[bytes]:
+    """The files that a VMM has its machine's memory from."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if str(path.readlink()).startswith("/memfd:memory"):
+            yield path.read_bytes()
 
 
 async def test_a_server_that_dies_and_one_that_comes(server: Server, client: AsyncClient) -> None:

@@ -36,7 +36,13 @@ SOURCE_PACKAGE = "linux-source"
 BUILD_PACKAGES = ("flex", "bison", "bc", "libelf-dev", "make", "gcc", "xz-utils")
 WAY_OUT_MODULES = ("nf_tables", "nft_tproxy", "nft_socket")
 """What leads programs out by name (native/common/firewall.c)."""
-NEEDED_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay", *WAY_OUT_MODULES)
+BALLOON_MODULE = "virtio_balloon"
+"""What gives back memory that the machine has no use for."""
+NEEDED_MODULES = (
+    *("virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay"),
+    *WAY_OUT_MODULES,
+    BALLOON_MODULE,
+)
 CONFIG_FILE = "guest.config"
 NEEDED_OPTIONS = (
     *("BINFMT_ELF", "BLK_DEV_INITRD", "DEVTMPFS", "EROFS_FS", "EXT4_FS", "OVERLAY_FS", "PROC_FS", "SYSFS", "TMPFS"),
@@ -66,8 +72,17 @@ class Kernel(Struct, frozen=True, kw_only=True):
     @property
     def leads_out(self) -> bool:
         """Machines that boot it can have a network by name."""
+        return self.has(*WAY_OUT_MODULES)
+
+    @property
+    def gives_back(self) -> bool:
+        """Machines that boot it give back memory that they have no use for."""
+        return self.has(BALLOON_MODULE)
+
+    def has(self, *modules: str) -> bool:
+        """Whether these are there; a built kernel has them all built in."""
         have = {name.partition("-")[2].removesuffix(".ko").replace("-", "_") for name in self.modules}
-        return self.origin == "built" or have.issuperset(WAY_OUT_MODULES)
+        return self.origin == "built" or have.issuperset(modules)
 
 
 class KernelStore:

@@ -7,7 +7,7 @@ ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
     hello                        -> {"epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}
         The first `cgroups` descriptors are cgroup.procs files to enter, the others become 3, 4, ... of the VMM.
-        With `stem` it becomes one (native/stem/stem.c, which is the last descriptor).
+        With `library` it loads the last descriptor (native/stem/stem.c); with `stem`, too, it becomes one.
     branch id stem uid cgroups files sockets + descriptors -> the same, of a copy of the stem of that id
         `files`: device and inode of each of the stem's that is replaced; `sockets`: how many. The descriptors are
         stem.c's, without its output. With `also` it is a stem, too.
@@ -435,11 +435,11 @@ def start(request: dict[str, Any], fds: list[int], said: int, failed: int, stem:
         file.write(str(request.get("oom_score_adj", 0)))
     unshare(NEWNS | NEWNET | NEWIPC | NEWUTS | NEWCGROUP)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=invisible" if stem else None)
-    passed = fds[request["cgroups"] :]
-    uid, environment = request["uid"], dict[str, str]()
+    passed, uid = fds[request["cgroups"] :], request["uid"]
+    environment = {"LD_PRELOAD": f"/proc/self/fd/{2 + len(passed)}"} if request.get("library") else {}
     if stem:
         _check(_libc.setns(stem[1], NEWUSER), "enter the user namespace of stems")
-        environment = {"DSEC_STEM": str(3 + len(passed)), "LD_PRELOAD": f"/proc/self/fd/{2 + len(passed)}"}
+        environment["DSEC_STEM"] = str(3 + len(passed))
         passed, uid = [*passed, stem[0]], 0
     first = 3 + len(passed)
     low = [

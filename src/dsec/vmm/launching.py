@@ -108,12 +108,13 @@ class LauncherClient:
         uid: int,
         file_bytes: int,
         oom_score_adj: int,
-        stem: int | None = None,
+        library: int | None = None,
+        stem: bool = False,
     ) -> int:
-        """Start a VMM: its pid. `groups`: cgroup.procs files. `file_bytes`: how large a file it may make. `stem`: it is
-        to `branch`, by this library. Raises `CreateFailed`, `Unavailable`."""
-        if stem is not None:
-            fds = [*fds, stem]
+        """Start a VMM: its pid. `groups`: cgroup.procs files. `file_bytes`: how large a file it may make. `library`:
+        what it loads (native/stem). `stem`: it is to `branch`, by that. Raises `CreateFailed`, `Unavailable`."""
+        if library is not None:
+            fds = [*fds, library]
         if len(groups) + len(fds) > MAX_FDS:
             raise CreateFailed(f"a machine of {len(fds)} files; {MAX_FDS - len(groups)} are the most")
         answer, _ = await self._ask(
@@ -126,7 +127,8 @@ class LauncherClient:
             nofile=1024,
             fsize=file_bytes,
             oom_score_adj=oom_score_adj,
-            stem=stem is not None,
+            library=library is not None,
+            stem=stem,
         )
         return _pid(answer)
 

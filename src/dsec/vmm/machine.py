@@ -150,11 +150,12 @@ class Machines:
         make: Callable[[int, int, int, tuple[LayerDisks, ...]], Command],
         console: Callable[[int], None] | None = None,
         slot: Slot | None = None,
-        stem: int | None = None,
+        library: int | None = None,
+        stem: bool = False,
     ) -> Machine:
         """Start a VMM; returns when it answers. `disk` makes its disk, in a thread; `make(channel, control, disk,
         layers)` says which VMM, of descriptors. `console` is told a third socket before that, for its serial line.
-        `slot`: where it ran before, and goes on. `stem`: as in `LauncherClient.spawn`.
+        `slot`: where it ran before, and goes on. `library`, `stem`: as in `LauncherClient.spawn`.
         What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
         launcher = self._serving()
         slot = slot or self.pool.take(reservation, shape, name, 0)
@@ -184,6 +185,7 @@ class Machines:
                     uid=uid,
                     file_bytes=max(disk_bytes, command.file_bytes),
                     oom_score_adj=OOM_SCORE_ADJ,
+                    library=library,
                     stem=stem,
                 )
             found = await self._control(name)

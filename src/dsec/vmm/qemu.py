@@ -46,6 +46,9 @@ _BOARDS = {
 }
 _ERRORS = "werror=report,rerror=report"
 """Of disks: the machine is told, and doesn't stand still (where the host's disk is full)."""
+BALLOON = "free-page-reporting=on,page-poison=off"
+"""Memory that the machine's kernel has no use for is given back. What is read there later is the template's, or zeros:
+so a kernel that counts on what it wrote to free pages gets none of it."""
 _PC_SLOTS = range(4, 31)
 _MICROVM_TRANSPORTS = 24
 
@@ -126,7 +129,7 @@ class QemuDriver:
 
     def most_layers(self, machine: str) -> int:
         """Two disks each, and the machine's own. On `pc` eight of them share a slot."""
-        return (len(_PC_SLOTS) * 8 - 1) // 2 if machine == "pc" else (_MICROVM_TRANSPORTS - 2) // 2
+        return (len(_PC_SLOTS) * 8 - 1) // 2 if machine == "pc" else (_MICROVM_TRANSPORTS - 3) // 2
 
     def command(self, start: Start) -> Command:
         """As in `VmmDriver`."""
@@ -154,6 +157,7 @@ class QemuDriver:
         line.add("-chardev", f"socket,id=channel,fd={channel},server=on,wait=off")
         line.add("-device", "virtio-serial-pci,addr=3,max_ports=2" if pc else "virtio-serial-device,max_ports=2")
         line.add("-device", "virtserialport,chardev=channel,name=dsec,nr=1")
+        line.add("-device", f"virtio-balloon-pci,addr=2,{BALLOON}" if pc else f"virtio-balloon-device,{BALLOON}")
         self._add_disks(line, start)
         if start.kernel is not None:
             line.add("-kernel", f"/proc/self/fd/{line.take(start.kernel)}", "-append", self._kernel_line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -96,11 +97,7 @@ class VmNode(MachineNode):
 
     def _stem(self, shape: Shape, template: Template) -> tuple[GroupShape, StartStem]:
         async def start(name: str, reservation: str) -> Machine:
-            library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return await self._start(name, reservation, shape, shape.vcpus, template, stem=library)
-            finally:
-                os.close(library)
+            return await self._start(name, reservation, shape, shape.vcpus, template, stem=True)
 
         return self.machines.group_shape(shape.memory_bytes, shape.vcpus), start
 
@@ -113,12 +110,17 @@ class VmNode(MachineNode):
         template: Template,
         *,
         slot: Slot | None = None,
-        stem: int | None = None,
+        stem: bool = False,
     ) -> Machine:
         """A VMM that waits until it is told to read the template's state. `slot`: of a machine that goes on where it
         ran before, with its own disk. `stem`: as in `LauncherClient.spawn`."""
-        state, memory = template.open_state(), await asyncio.to_thread(template.open_memory)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, state := template.open_state())
+            stack.callback(os.close, memory := await asyncio.to_thread(template.open_memory))
+            library = None
+            if self.driver.name == "qemu":
+                library = os.open(self.templates.guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, library)
             return await self.machines.start(
                 name,
                 reservation,
@@ -139,11 +141,9 @@ class VmNode(MachineNode):
                     )
                 ),
                 slot=slot,
+                library=library,
                 stem=stem,
             )
-        finally:
-            os.close(state)
-            os.close(memory)
 
     async def go_on_from(
         self, name: str, reservation: str, shape: Shape, cpus: float, moment: Template, *, slot: Slot | None = None

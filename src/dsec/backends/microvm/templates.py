@@ -31,7 +31,7 @@ from dsec.vmm.template_cache import Size, Template, TemplateCache
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 BOOT_S = 120.0
 KEEP = 16
 """Templates on disk."""

@@ -16,7 +16,7 @@ from msgspec import Struct
 from dsec.errors import Unsupported
 from dsec.vmm.driver import Command
 from dsec.vmm.images import Traits
-from dsec.vmm.qemu import Line, QemuDriver
+from dsec.vmm.qemu import BALLOON, Line, QemuDriver
 
 MIB = 1 << 20
 CODE_CACHE_MIB = 128
@@ -90,6 +90,7 @@ def command(
         line.add("-device", "virtio-tablet-pci")
     else:
         line.add("-device", "qemu-xhci", "-device", "usb-tablet")
+    line.add("-device", f"virtio-balloon-pci,{BALLOON}")
     for name, fd, read_only in (("disk", disk, False), ("seed", seed, True)):
         _add_file(line, name, fd, read_only=read_only)
         first = ",bootindex=0" if name == "disk" else ""

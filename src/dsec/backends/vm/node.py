@@ -46,7 +46,7 @@ from dsec.vmm.screens import show
 from dsec.vmm.stems import STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Size, Template, TemplateCache
 
-VERSION = 2
+VERSION = 3
 KEEP = 8
 KEEP_OPEN = 6
 SETTLE_S = 1.0
@@ -186,12 +186,7 @@ class FullNode(MachineNode):
 
     def _stem(self, shape: FullShape, traits: Traits, template: Template) -> tuple[GroupShape, StartStem]:
         async def start(name: str, reservation: str) -> Machine:
-            library = os.open(self._guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                seat = Seat(name, reservation, shape.vcpus)
-                return await self._start_clone(seat, shape, traits, template, stem=library)
-            finally:
-                os.close(library)
+            return await self._start_clone(Seat(name, reservation, shape.vcpus), shape, traits, template, stem=True)
 
         return self.machines.group_shape(shape.memory_bytes, shape.vcpus), start
 
@@ -202,7 +197,7 @@ class FullNode(MachineNode):
         traits: Traits,
         template: Template,
         *,
-        stem: int | None = None,
+        stem: bool = False,
     ) -> Machine:
         """A VMM that waits until it is told to read the template's state."""
         disk, state = partial(self.disks.copy, seat.name, template.disk), template.open_state()
@@ -285,7 +280,7 @@ class FullNode(MachineNode):
         disk: Callable[[], int],
         state: int | None = None,
         own_memory: bool = False,
-        stem: int | None = None,
+        stem: bool = False,
     ) -> Machine:
         await self.serving()
         consoles: list[int] = []
@@ -293,7 +288,11 @@ class FullNode(MachineNode):
             firmware: Firmware | None = stack.enter_context(open_firmware(traits))
             seed_fd = memory_file("seed", self._seed if traits.guest else seed.make(None), read_only=True)
             stack.callback(os.close, seed_fd)
-            if stem is not None and firmware is not None:
+            library = None
+            if state is not None:
+                library = os.open(self._guest.with_name(STEM), os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, library)
+            if stem and firmware is not None:
                 self._variables[seat.name] = os.fstat(firmware.variables)
             return await self.machines.start(
                 seat.name,
@@ -315,6 +314,7 @@ class FullNode(MachineNode):
                     state=state,
                     own_memory=own_memory,
                 ),
+                library=library,
                 stem=stem,
             )
 
