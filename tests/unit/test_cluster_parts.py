@@ -5,15 +5,20 @@ from __future__ import annotations
 import base64
 import stat
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from dsec.cluster.asking import ask_of, name_key, record_key
 from dsec.cluster.credentials import check_urls, make_cluster, read_credentials
-from dsec.cluster.wire import sign, verify
+from dsec.cluster.nodes import Nodes
+from dsec.cluster.upstream import Upstream
+from dsec.cluster.wire import Member, sign, verify
 from dsec.edge.client import Principal
 from dsec.errors import InvalidRequest, Unauthenticated
+from dsec.plan.fencing import Claim
+from dsec.spec.cluster import NodeFacts
 from dsec.spec.ids import SandboxId, edge_of, encode_id
 from dsec.spec.network import KeyPolicy
 from dsec.spec.sandbox import SandboxSpec
@@ -105,3 +110,13 @@ def test_the_edge_of_an_id() -> None:
     assert edge_of(encode_id(SandboxId(513, 7, 9), b"key")) == 513
     for wrong in ("", "x" * 24, "0" * 23, "0" * 25, "0" * 23 + "\n", "A" * 24):
         assert edge_of(wrong) is None
+
+
+@pytest.mark.parametrize("key", ["a\r\nX-Evil: 1", "a\nb", "a\rb", "a\0b"])
+async def test_no_key_becomes_a_header_of_its_own(key: str) -> None:
+    claim = Claim(edge=1, incarnation=1, instance="i", host="h")
+    member = Member(claim=claim, facts=NodeFacts(edge=1), url="http://127.0.0.1:1", secret=SECRET)
+    upstream = Upstream(cast(Nodes, None), "api")
+    with pytest.raises(InvalidRequest):
+        await upstream.call(member, "POST", "/v1/sandboxes", {"idempotency-key": key})
+    await upstream.close()

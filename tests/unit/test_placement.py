@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+import statistics
 from collections import Counter
 
 import pytest
@@ -156,6 +159,46 @@ def test_nodes_with_the_layers_come_first_while_they_are_not_fuller() -> None:
     made.observe(report(17, layers=("lab/image",), live=600))
     assert 17 not in {made.place(ask) for _ in range(5)}
     assert made.holders("lab/image") > 1, "those that got it hold it now"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_layers_are_met_three_times_as_often_as_by_chance_and_nodes_stay_even(seed: int) -> None:
+    """Both in the same state: requests of more than the published size for environments that a tenth of the nodes hold,
+    while as many sandboxes end as begin. Two apiservers take turns, and see what the other did in reports alone."""
+    rng, nodes = random.Random(seed), range(80)
+    placers = [Placer(name, random.Random(f"{seed}{name}")) for name in ("a", "b")]
+    for made in placers:
+        for edge in nodes:
+            made.join(facts(edge, max_live=3200, max_starting=400, memory_capacity_bytes=1 << 60))
+    held = {edge: set(rng.sample(range(200), 20)) for edge in nodes}
+    live = dict.fromkeys(nodes, 2300)
+    taken: dict[int, Counter[str]] = {edge: Counter() for edge in nodes}
+    runs: dict[int, Counter[str]] = {edge: Counter() for edge in nodes}
+    hits = chance = 0.0
+    worst: list[float] = []
+    for turn in range(120):
+        if turn % 2 == 0:
+            for edge, made in itertools.product(nodes, placers):
+                layers = tuple(sorted(f"e{each}" for each in held[edge]))
+                seen = report(edge, live=live[edge], layers=layers, taken=dict(taken[edge]), runs=dict(runs[edge]))
+                made.observe(seen)
+        environment, count = rng.randrange(200), min(3200, round(700 * math.exp(0.9 * rng.gauss(0, 1))))
+        had = {edge for edge in nodes if environment in held[edge]}
+        made = placers[turn % 2]
+        plan = made.place_many(Ask(memory_bytes=MIB, environment=f"e{environment}", run=f"r{turn}"), count)
+        assert sum(share.count for share in plan) == count
+        for share in plan:
+            live[share.edge] += share.count
+            taken[share.edge][made.name] += share.count
+            runs[share.edge][f"r{turn}"] += share.count
+            hits += share.count * (share.edge in had)
+        chance += count * len(had) / len(nodes)
+        for edge, of in Counter(rng.choices(nodes, [live[each] for each in nodes], k=count)).items():
+            live[edge] -= of
+        worst.append(max(live.values()) * len(live) / sum(live.values()) - 1)
+    assert hits > 3 * chance
+    assert statistics.median(worst[40:]) < 0.05
+    assert max(worst[40:]) < 0.15
 
 
 def test_a_run_is_spread() -> None:

@@ -45,8 +45,9 @@ def make_certificate(path: Path, *names: x509.GeneralName, days: int = 1) -> Pat
 
 
 @asynccontextmanager
-async def pool_of(certificate: Path, *, cut: bool = False) -> AsyncIterator[Pool]:
-    """To a server that answers with `BODY`; `cut`: it goes without saying that this is the end."""
+async def pool_of(certificate: Path, *, cut: bool = False, pinned: str = "") -> AsyncIterator[Pool]:
+    """To a server that answers with `BODY`; `cut`: it goes without saying that this is the end; `pinned`: the digest
+    of the only certificate that is taken."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
 
@@ -67,7 +68,7 @@ async def pool_of(certificate: Path, *, cut: bool = False) -> AsyncIterator[Pool
             writer.close()
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    pool = Pool(URL(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"))
+    pool = Pool(URL(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"), certificate=pinned)
     try:
         async with asyncio.timeout(30):
             yield pool
@@ -112,6 +113,17 @@ async def test_a_certificate_that_is_not_good_is_refused(
         monkeypatch.setenv("SSL_CERT_FILE", str(shown))
     async with pool_of(shown) as pool:
         with pytest.raises(ConnectFailed, match="certificate"):
+            await pool.ask(b"GET / HTTP/1.1\r\n\r\n")
+
+
+async def test_the_one_certificate_that_was_named_is_taken_and_no_other(trusted: Path, tmp_path: Path) -> None:
+    shown = make_certificate(tmp_path / "shown.pem", x509.DNSName("edge-7"))
+    pinned = x509.load_pem_x509_certificate(shown.read_bytes()).fingerprint(hashes.SHA256()).hex()
+    async with pool_of(shown, pinned=pinned) as pool:
+        answer = await pool.ask(b"GET / HTTP/1.1\r\n\r\n")
+        assert (answer.status, await answer.read()) == (200, BODY)
+    async with pool_of(trusted, pinned=pinned) as pool:
+        with pytest.raises(ConnectFailed, match="another certificate"):
             await pool.ask(b"GET / HTTP/1.1\r\n\r\n")
 
 

@@ -17,7 +17,6 @@ import secrets
 import time
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 from msgspec import Struct
 from multidict import CIMultiDict
@@ -28,7 +27,7 @@ from dsec.cluster.nodes import Nodes
 from dsec.cluster.quotas import Quotas
 from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.upstream import NotSent, Upstream
-from dsec.cluster.wire import REFUSED, RUN, Member, RunNews
+from dsec.cluster.wire import RUN, Member, RunNews
 from dsec.edge.client import Principal
 from dsec.errors import CreateFailed, DsecError, SandboxLost, Unavailable
 from dsec.plan.fencing import Claim
@@ -207,23 +206,23 @@ class Creations:
                 headers = self.headers(member, job.principal, spec.run, 1)
                 if form.target:
                     target, headers["idempotency-key"] = form.target, key
-                async with self.upstream.ask(member, "POST", target, headers=headers, data=form.body) as response:
-                    answer = Answered(response.status, await response.read())
-                    if REFUSED in response.headers:
-                        job.doubt.discard(edge)
-                        if answer.status != 503 or not last:  # a node that refused once takes nothing of it again
-                            last.append(answer)
-                        return None
-                    if not comes_again(answer):
-                        sound = bool(form.target) or job.repeated or is_sound(answer, edge)
-                        self.scheduler.behaved(edge, sound, time.monotonic())
-                        if not sound:
-                            raise CreateFailed(f"edge {edge} answered what no edge does", remedy="Create it again.")
-                        return answer
+                response = await self.upstream.call(member, "POST", target, headers, form.body)
+                answer = Answered(response.status, response.body)
+                if response.refused:
+                    job.doubt.discard(edge)
+                    if answer.status != 503 or not last:  # a node that refused once takes nothing of it again
+                        last.append(answer)
+                    return None
+                if not comes_again(answer):
+                    sound = bool(form.target) or job.repeated or is_sound(answer, edge)
+                    self.scheduler.behaved(edge, sound, time.monotonic())
+                    if not sound:
+                        raise CreateFailed(f"edge {edge} answered what no edge does", remedy="Create it again.")
+                    return answer
             except NotSent:
                 if edge not in job.doubt:
                     return None
-            except (aiohttp.ClientError, OSError):
+            except OSError:
                 job.doubt.add(edge)
             except SandboxLost:
                 pass  # the scheduler hears of it too, and the order is over

@@ -34,7 +34,7 @@ from dsec.plan.fencing import Claim
 from dsec.spec.cluster import NodeFacts, NodeReport, brief
 from dsec.spec.runs import RunInfo
 
-BEAT_S = 1.2
+BEAT_S = 1.4
 """Two may be missed before a node counts as silent."""
 BUSY_BEAT_S = 0.2
 ASK_EVERY_S = 4.0

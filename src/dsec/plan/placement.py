@@ -6,9 +6,11 @@ node with the placer's own later placements laid over it. The rules, in order:
 1. Filter: placeable (the watcher says), not cordoned, has the backend, features and labels, has room. Those that come
    and go (*unsteady*) count only where no steady one has what is asked for, full or not: a creation that names what
    one such node alone has goes there.
-2. Power of k choices: of `k` nodes at random the one with the least load. Where nodes hold the environment's layers, a
-   few of those are looked at too, and taken as long as they aren't fuller by more than `locality_slack`.
-3. A run is spread: a node that has much more than its share of it counts as fuller.
+2. Nodes that held the environment's layers before the request come first, the least full of a few at random, until
+   they are fuller than the mean by `locality_slack`, have as much to start as they start at once, or `spread` times
+   their share of the run.
+3. For the rest, power of k choices: of `k` nodes at random the one with the least load. A node that has much more than
+   its share of a run counts as fuller.
 
 Many alike are planned at once, in chunks: one choice a chunk. What was placed counts as load at once, and until a
 report says that the node took it (`NodeReport.taken`, a counter, so that no clock is compared); what is known never to
@@ -18,6 +20,7 @@ have arrived is taken back by `failed`. Nodes labelled `burst=true` get what the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from random import Random
 
@@ -29,19 +32,19 @@ from dsec.spec.cluster import NodeFacts, NodeReport
 class Policy(Struct, frozen=True, kw_only=True):
     """How to choose; the numbers are measured by `dsec sim`."""
 
-    k: int = 4
-    holders: int = 4
+    k: int = 6
+    holders: int = 8
     """Nodes with the environment's layers that are looked at."""
     locality_slack: float = 0.025
-    """How much fuller a node with the layers may be, of the other's load."""
-    chunk: int = 8
+    """How much fuller than the mean a node with the layers may become, of the mean."""
+    chunk: int = 4
     """Most sandboxes of a batch that one choice places."""
     start_window: float = 8.0
     """A node gets no more while this many times its `max_starting` are on their way to it: what waits there would be
     out of the reach of fairness."""
-    spread: float = 3.0
+    spread: float = 5.0
     """A node with so many times its share of a run counts as fuller."""
-    spread_from: int = 32
+    spread_from: int = 48
     spread_cost: float = 0.05
     busy_from: float = 0.8
     burst_above: float = 0.8
@@ -125,6 +128,18 @@ class _Node:
         self.in_runs: dict[str, int] = {}
 
 
+class _Suiting(Struct):
+    """The nodes that a kind of sandbox can be on."""
+
+    plain: list[_Node]
+    burst: list[_Node]
+    """For overflow."""
+    mean: float = 0.0
+    """Load of the plain ones."""
+    due: int = 0
+    """When it is reckoned again."""
+
+
 class Placer:
     """One instance's placements. Not thread-safe; every call is synchronous."""
 
@@ -134,7 +149,9 @@ class Placer:
         self._random = rng.random
         self._policy = policy or Policy()
         self._nodes: dict[int, _Node] = {}
-        self._kinds: dict[Kind, tuple[list[_Node], list[_Node]]] = {}
+        self._kinds: dict[Kind, _Suiting] = {}
+        self._changes = 0
+        """Of any node's load."""
         self._holders: dict[str, list[_Node]] = {}
         self._runs: dict[str, int] = {}
 
@@ -225,20 +242,22 @@ class Placer:
 
     def place(self, ask: Ask, exclude: Collection[int] = ()) -> int | None:
         """The node for one; None: none has room now. `exclude`: those that have refused it."""
-        node = self._choose(ask, 1, exclude)
-        if node is None:
-            return None
-        self._put(node, ask, 1)
-        return node.edge
+        shares = self.place_many(ask, 1, exclude)
+        return shares[0].edge if shares else None
 
     def place_many(self, ask: Ask, count: int, exclude: Collection[int] = ()) -> list[Share]:
         """A plan for `count` alike, at most one share a node; what it doesn't cover has no room now."""
-        chunk = max(1, min(self._policy.chunk, count // 8))
+        policy, suiting = self._policy, self._nodes_for(ask.kind)
+        chunk = max(1, min(policy.chunk, count // 8))
+        most = self._most(ask, count)
+        holding = list(self._holders.get(ask.environment, ()))
         plan: dict[int, int] = {}
         left = count
         while left > 0:
             size = min(chunk, left)
-            node = self._choose(ask, size, exclude)
+            node = self._near(holding, suiting, ask, size, most, exclude) if holding else None
+            if node is None:
+                node = self._choose(suiting, ask, size, most, exclude)
             if node is None:
                 if chunk == 1:
                     break
@@ -249,58 +268,83 @@ class Placer:
             left -= size
         return [Share(edge, n) for edge, n in plan.items()]
 
-    def _choose(self, ask: Ask, count: int, exclude: Collection[int]) -> _Node | None:
-        plain, burst = self._nodes_for(ask.kind)
-        best = self._best_of(plain, ask, count, exclude)
-        policy = self._policy
-        if ask.burst and burst and (best is None or best.load > policy.burst_above):
-            other = self._best_of(burst, ask, count, exclude)
+    def _near(  # noqa: PLR0917
+        self, holding: list[_Node], suiting: _Suiting, ask: Ask, count: int, most: float, exclude: Collection[int]
+    ) -> _Node | None:
+        """The least full of some that hold the environment's layers and are little fuller than all are at the mean.
+        Those that can't take it are removed, and not asked about the rest."""
+        policy, mean = self._policy, self._mean(suiting)
+        slack = policy.locality_slack * max(mean, _EMPTY)
+        near, seen = None, 0
+        while holding and seen < policy.holders:
+            at = int(self._random() * len(holding))
+            node = holding[at]
+            more = count / node.max_live
+            if (
+                node.load + more > mean + max(slack, more)
+                or node.starts >= node.facts.max_starting
+                or node.in_runs.get(ask.run, 0) + count > most
+                or not _fits(node, ask, count)
+                or not node.ok
+                or node.burst
+                or node.edge in exclude
+                or not _suits(node, ask.kind)
+            ):
+                holding[at] = holding[-1]
+                holding.pop()
+                continue
+            seen += 1
+            if near is None or node.load < near.load:
+                near = node
+        return near
+
+    def _choose(self, suiting: _Suiting, ask: Ask, count: int, most: float, exclude: Collection[int]) -> _Node | None:
+        best = self._best_of(suiting.plain, ask, count, most, exclude)
+        if ask.burst and suiting.burst and (best is None or best.load > self._policy.burst_above):
+            other = self._best_of(suiting.burst, ask, count, most, exclude)
             if other is not None and (best is None or other.load < best.load):
                 best = other
-        holding = self._holders.get(ask.environment) if best is not None and ask.environment else None
-        if not holding or best is None or ask.environment in best.layers:
-            return best
-        cost = self._cost(best, ask)
-        limit = cost + policy.locality_slack * max(cost, _EMPTY)
-        near, size = None, len(holding)
-        for _ in range(min(policy.holders, size)):
-            node = holding[int(self._random() * size)]
-            if node.ok and node.burst == best.burst and _fits(node, ask, count) and node.edge not in exclude:
-                cost = self._cost(node, ask)
-                if cost <= limit and _suits(node, ask.kind):
-                    near, limit = node, cost
-        return near or best
+        return best
 
-    def _best_of(self, nodes: list[_Node], ask: Ask, count: int, exclude: Collection[int]) -> _Node | None:
+    def _best_of(self, nodes: list[_Node], ask: Ask, count: int, most: float, exclude: Collection[int]) -> _Node | None:
         size = len(nodes)
         best, least = None, 0.0
         for _ in range(min(self._policy.k, size)):
             node = nodes[int(self._random() * size)]
             if _fits(node, ask, count) and node.edge not in exclude:
-                cost = self._cost(node, ask)
+                cost = self._cost(node, ask, most)
                 if best is None or cost < least:
                     best, least = node, cost
         if best is None:  # the lucky ones were full: look at all
             fitting = (node for node in nodes if _fits(node, ask, count) and node.edge not in exclude)
-            best = min(fitting, key=lambda node: (self._cost(node, ask), node.edge), default=None)
+            best = min(fitting, key=lambda node: (self._cost(node, ask, most), node.edge), default=None)
         return best
 
-    def _cost(self, node: _Node, ask: Ask) -> float:
-        cost = node.load
-        if ask.run:
-            here = node.in_runs.get(ask.run, 0)
-            policy = self._policy
-            if here >= policy.spread_from and here * len(self._nodes) > policy.spread * self._runs.get(ask.run, 0):
-                cost += policy.spread_cost
-        return cost
+    def _most(self, ask: Ask, count: int) -> float:
+        """So many of its run a node may have before it counts as fuller."""
+        policy = self._policy
+        if not ask.run:
+            return math.inf
+        return max(policy.spread_from, policy.spread * (self._runs.get(ask.run, 0) + count) / max(1, len(self._nodes)))
 
-    def _nodes_for(self, kind: Kind) -> tuple[list[_Node], list[_Node]]:
+    def _cost(self, node: _Node, ask: Ask, most: float) -> float:
+        return node.load + self._policy.spread_cost * (node.in_runs.get(ask.run, 0) >= most)
+
+    def _mean(self, suiting: _Suiting) -> float:
+        """How full nodes are, some changes ago at most."""
+        if self._changes >= suiting.due:
+            nodes = suiting.plain
+            suiting.mean = sum([node.load for node in nodes]) / max(1, len(nodes))
+            suiting.due = self._changes + max(8, len(nodes) // 8)
+        return suiting.mean
+
+    def _nodes_for(self, kind: Kind) -> _Suiting:
         found = self._kinds.get(kind)
         if found is None:
             suit = [n for n in self._nodes.values() if n.placeable and not n.cordoned and _suits(n, kind)]
             for node in self._nodes.values():
                 node.ok = node.placeable and not node.cordoned and not node.unsteady
-            found = (_steady([n for n in suit if not n.burst]), _steady([n for n in suit if n.burst]))
+            found = _Suiting(_steady([n for n in suit if not n.burst]), _steady([n for n in suit if n.burst]))
             if len(self._kinds) > 1000:  # callers choose labels: what they can fill is bounded
                 self._kinds.clear()
             self._kinds[kind] = found
@@ -334,6 +378,7 @@ class Placer:
         if report.busy > policy.busy_from:
             load += report.busy - policy.busy_from
         node.load = load
+        self._changes += 1
 
     def _hold(self, node: _Node, layers: Iterable[str]) -> None:
         new = set(layers)
@@ -351,8 +396,10 @@ class Placer:
         before = node.in_runs
         if before == runs:
             return
-        for run in {run for run, _ in before.items() ^ runs.items()}:
-            total = self._runs.get(run, 0) + runs.get(run, 0) - before.get(run, 0)
+        changed = [(run, count - before.get(run, 0)) for run, count in runs.items() if before.get(run) != count]
+        changed += [(run, -count) for run, count in before.items() if run not in runs]
+        for run, more in changed:
+            total = self._runs.get(run, 0) + more
             if total > 0:
                 self._runs[run] = total
             else:

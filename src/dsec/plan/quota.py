@@ -205,7 +205,11 @@ class Holder:
             track.before = None
         for account in {**tracks, **charged} if tracks or charged else ():
             track = tracks.setdefault(account, _Track())
-            said = charged.get(account, Charged(track.taken, 0))
+            said = charged.get(account)
+            if said is None:
+                said = Charged(track.taken, 0)
+            elif said.live == track.live and said.taken == track.taken and not track.sent:
+                continue  # most are as they were
             self._arrived(account, track, said.taken - track.taken)
             track.taken = max(track.taken, said.taken)
             live = min(said.live, track.ever + self._beyond.get(edge, 0))

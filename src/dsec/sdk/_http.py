@@ -12,13 +12,14 @@ behind which nothing came; what breaks raises `ConnectionError`; an answer that 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ssl
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from dsec.errors import InvalidRequest
-from dsec.sockets import keep_alive
+from dsec.sockets import SILENCE_S, keep_alive
 
 if TYPE_CHECKING:
     from yarl import URL
@@ -144,6 +145,11 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
+    def certificate(self) -> str:
+        """SHA-256 of what the server has shown; '' without TLS."""
+        tls = self._transport.get_extra_info("ssl_object")
+        return hashlib.sha256(tls.getpeercert(binary_form=True)).hexdigest() if tls is not None else ""
+
     def pause(self) -> None:
         if not self._paused:
             self._paused = True
@@ -160,7 +166,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            keep_alive(sock)
+            keep_alive(sock, self._pool.silence_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -302,10 +308,24 @@ class _Connection(asyncio.Protocol):
 class Pool:
     """Connections to the server of one URL. For one event loop."""
 
-    def __init__(self, url: URL) -> None:
-        """`url`: any of its addresses."""
+    def __init__(
+        self,
+        url: URL,
+        *,
+        certificate: str = "",
+        silence_s: float = SILENCE_S,
+        connect_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        """`url`: any of its addresses. `certificate`: SHA-256 of the only one that the server may show, whoever signed
+        it. `silence_s`: after which the server counts as gone (`sockets.py`)."""
+        self.silence_s = silence_s
+        self._connect_s = connect_s
         self._host, self._port = url.raw_host or "", url.port or 80
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._certificate = certificate
+        if self._tls is not None and certificate:
+            self._tls.check_hostname = False
+            self._tls.verify_mode = ssl.CERT_NONE
         name = f"[{self._host}]" if ":" in self._host else self._host
         self._name = name if url.is_default_port() else f"{name}:{url.port}"
         self._idle: list[_Connection] = []
@@ -367,13 +387,16 @@ class Pool:
     async def _connect(self) -> _Connection:
         connection = _Connection(self)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(self._connect_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: connection, self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
-            why = getattr(error, "strerror", None) or str(error) or f"nothing within {CONNECT_TIMEOUT_S:g} s"
+            why = getattr(error, "strerror", None) or str(error) or f"nothing within {self._connect_s:g} s"
             raise ConnectFailed(why) from error
+        if self._certificate and connection.certificate() != self._certificate:
+            connection.abort()
+            raise ConnectFailed("the server shows another certificate")
         self._all.add(connection)
         return connection
 

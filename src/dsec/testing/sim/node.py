@@ -31,6 +31,7 @@ LAYERS = 192
 CREATE_S = 0.12
 PULL_S = 1.5
 RETRY_S = 1.0
+_NONE = Charged(0, 0)
 
 
 class Sandbox:
@@ -103,7 +104,7 @@ class Node:
         self.live = 0
         self.projects: dict[str, int] = {}
         self.runs: dict[str, int] = {}
-        self.charged: dict[str, dict[str, list[int]]] = {}
+        self.charged: dict[str, dict[str, Charged]] = {}
         self.taken: dict[str, int] = {}
         self.leases: Deadlines[str] = Deadlines()
         self._create_ms = 0.0
@@ -214,9 +215,7 @@ class Node:
             runs=dict(self.runs),
             layers=self._layers,
             taken=dict(self.taken),
-            charged={
-                holder: {project: Charged(*pair) for project, pair in by.items()} for holder, by in self.charged.items()
-            },
+            charged={holder: dict(by) for holder, by in self.charged.items()},
         )
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
@@ -248,8 +247,8 @@ class Node:
             self._count(each, 1)
             self.world.judge.made(self, each)
         if taken:
-            pair = self.charged[order.holder][request.project]
-            pair[0] += taken
+            by = self.charged[order.holder]
+            by[request.project] = Charged(by[request.project].taken + taken, by[request.project].live)
             self.taken[order.holder] = self.taken.get(order.holder, 0) + taken
             self.leases.set(request.run, self.world.engine.now + request.lease_s)
             self.pump()
@@ -319,8 +318,9 @@ class Node:
 
     def _count(self, each: Sandbox, change: int) -> None:
         request = each.request
-        pair = self.charged.setdefault(each.holder, {}).setdefault(request.project, [0, 0])
-        pair[1] += change
+        by = self.charged.setdefault(each.holder, {})
+        said = by.get(request.project, _NONE)
+        by[request.project] = Charged(said.taken, said.live + change)
         for counts, name in ((self.projects, request.project), (self.runs, request.run)):
             left = counts.get(name, 0) + change
             if left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -286,7 +287,13 @@ def simulate(config: SimConfig) -> Outcome:
     began = time.perf_counter()
     world = World(config)
     world.begin()
-    world.engine.run(config.hours * 3600)
+    collects = gc.isenabled()
+    gc.disable()  # nothing here makes cycles, and to look through all sandboxes again and again takes most of the time
+    try:
+        world.engine.run(config.hours * 3600)
+    finally:
+        if collects:
+            gc.enable()
     judge = world.judge
     judge.look(steady=True)
     judge.end()
