@@ -276,7 +276,7 @@ async def open_cluster(
         undo.push_async_callback(upstream.close)
         creations = Creations(nodes, upstream, Records(made, instance), runs, quotas)
         moved = await bus.bucket("dsec_moved", Moved, replicas=replicas)
-        moves = Moves(bus, moved, made, nodes, upstream, runs)
+        moves = Moves(bus, moved, made, nodes, upstream, runs, quotas)
         await make_streams(bus, replicas=replicas, most_bytes=log_bytes // SHARDS if log_bytes > 0 else -1)
         await nodes.start()
         undo.push_async_callback(nodes.close)

@@ -20,7 +20,7 @@ from nats.js import JetStreamContext
 from dsec import AsyncClient, AsyncSandbox, Cause
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.logs import SHARDS, all_of, shard_of, stream_of
-from dsec.errors import SandboxLost, SandboxNotFound
+from dsec.errors import QuotaExceeded, SandboxLost, SandboxNotFound
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import State
 
@@ -144,6 +144,11 @@ async def test_a_drained_node_loses_nothing(cluster: Cluster, one: AsyncClient, 
 
 async def test_what_nobody_may_read_or_rebuild(cluster: Cluster, one: AsyncClient) -> None:
     box = await on(one, cluster, 3)
+    await one.rights.create_project("tight", quota={"sandboxes": 1})
+    tight = AsyncClient(one.url, (await one.rights.create_key(project="tight"))["key"])
+    last = await on(tight, cluster, 3)
+    with pytest.raises(QuotaExceeded):
+        await tight.rebuild(last.id)  # it lives: this would be a second one
     await shipped(cluster)
     stranger = cluster.make_key("--project", "stranger")
     cluster.edges[2].kill()
@@ -154,6 +159,21 @@ async def test_what_nobody_may_read_or_rebuild(cluster: Cluster, one: AsyncClien
                 await client.rebuild(asked)
         with pytest.raises(SandboxNotFound):
             [entry async for entry in AsyncSandbox(client._transport, box.info).trajectory()]
+    async with tight:
+        taken = await tight.create("debian", **SMALL)
+        with pytest.raises(QuotaExceeded):
+            await tight.rebuild(last.id)
+        await taken.kill()
+
+        async def rebuilt() -> bool:
+            try:
+                return (await tight.rebuild(last.id)).sandbox.id == last.id
+            except QuotaExceeded:
+                return False
+
+        await eventually(rebuilt)
+        with pytest.raises(QuotaExceeded):
+            await tight.create("debian", **SMALL)
     cluster.edges[2].start()
     until(lambda: cluster.healths() == ["well"] * 3, "edge 3 is back")
     assert (await one.connect(box.id)).info.cause is Cause.NODE_LOST

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 import aiohttp
@@ -21,11 +21,12 @@ import msgspec
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from dsec.cluster.asking import Answered, ask_of, name_key
+from dsec.cluster.asking import Answered, account_for, ask_of, name_key
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.handing import PATH, Order, Question, Residents, Standing
 from dsec.cluster.logs import KEEP_S, SHARDS, Chain, assemble, shard_of, stream_of, subject_of, subjects_of
 from dsec.cluster.nodes import Nodes
+from dsec.cluster.quotas import Quotas, Share
 from dsec.cluster.routes import edge_for
 from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.upstream import NotSent, Upstream
@@ -37,6 +38,7 @@ from dsec.errors import (
     DsecError,
     ErrorBody,
     Internal,
+    QuotaExceeded,
     SandboxLost,
     SandboxNotFound,
     Unavailable,
@@ -44,7 +46,7 @@ from dsec.errors import (
     from_body,
 )
 from dsec.plan.scheduler import Part
-from dsec.spec.sandbox import SandboxSpec
+from dsec.spec.sandbox import SandboxInfo, SandboxSpec
 from dsec.spec.snapshots import SnapshotRequest
 from dsec.spec.trajectory import RebuildRequest
 
@@ -54,6 +56,8 @@ HISTORY = 8
 AGAIN_S = 0.5
 WAIT_S = 120.0
 """How long a rebuild waits for one of the same sandbox that somebody else asked for."""
+DEADLINE_S = 60.0
+"""For a share of its quota."""
 DRAIN_WIDTH = 4
 DRAIN_RETRY_S = 1.0
 log = logging.getLogger("dsec.cluster")
@@ -84,6 +88,7 @@ class Moves:
         nodes: Nodes,
         upstream: Upstream,
         runs: ClusterRuns,
+        quotas: Quotas,
     ) -> None:
         self._bus = bus
         self._bucket = bucket
@@ -91,6 +96,7 @@ class Moves:
         self._nodes = nodes
         self._upstream = upstream
         self._runs = runs
+        self._quotas = quotas
         self._known: dict[str, Moved] = {}
         self.ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -176,19 +182,20 @@ class Moves:
 
     # --- rebuilding -------------------------------------------------------------------------------------------------
 
-    async def rebuild(self, principal: Principal, request: RebuildRequest) -> Answered:
+    async def rebuild(self, principal: Principal, request: RebuildRequest, *, moves: bool = False) -> Answered:
         """A sandbox once more: where its node has it, a copy under another id, as on one machine; else itself, on
-        another node. Raises `SandboxNotFound`, `Unavailable`, and what the last node that was asked said."""
+        another node. `moves`: it was there until now, and stays within its quota. Raises `SandboxNotFound`,
+        `QuotaExceeded`, `Unavailable`, and what the last node that was asked said."""
         deadline = time.monotonic() + WAIT_S
         while True:
-            answer = await self._rebuild_once(principal, request)
+            answer = await self._rebuild_once(principal, request, moves)
             if answer is not None:
                 return answer
             if time.monotonic() > deadline:
                 raise Unavailable(f"sandbox {request.sandbox} is still being made anew", remedy="Try again later.")
             await asyncio.sleep(AGAIN_S)
 
-    async def _rebuild_once(self, principal: Principal, request: RebuildRequest) -> Answered | None:
+    async def _rebuild_once(self, principal: Principal, request: RebuildRequest, moves: bool) -> Answered | None:
         """None: somebody else does it."""
         sandbox_id = request.sandbox
         revision, record = await self._bucket.get(sandbox_id)
@@ -197,7 +204,22 @@ class Moves:
         if there:
             return answer
         chain = await self.chain(principal, sandbox_id, record)
-        return await self._place(principal, request, chain, owner, revision)
+        created = chain.entries[0].data
+        fields = {name: value for name, value in created["spec"].items() if name != "env"}
+        spec = msgspec.convert(fields, SandboxSpec)
+        if moves:
+            return await self._place(principal, request, chain, owner, revision, spec, None)
+        try:
+            async with self._share(principal, spec) as share:
+                return await self._place(principal, request, chain, owner, revision, spec, share)
+        except QuotaExceeded:
+            if (await self._bucket.get(sandbox_id))[0] != revision:
+                return None  # the last share is that of somebody who rebuilds the same
+            raise
+
+    def _share(self, principal: Principal, spec: SandboxSpec) -> AbstractAsyncContextManager[Share]:
+        account = account_for(spec, principal.project)
+        return self._quotas.share(principal.project, account, time.monotonic() + DEADLINE_S)
 
     async def _ask_owner(
         self, principal: Principal, request: RebuildRequest, owner: Moved
@@ -215,16 +237,27 @@ class Moves:
             return found.standing == "coming", None
         if found.rebuilt is not None:
             return True, Answered(200, _encode(found.rebuilt))
-        self._nodes.scheduler.holder.expect(owner.edge)
-        status, body = await self._upstream.json(member, "POST", "/v1/sandboxes:rebuild", principal, _encode(request))
-        return True, Answered(status, body)
+        info = msgspec.json.decode(
+            await self._whole(member, "GET", f"/v1/sandboxes/{request.sandbox}", principal), type=SandboxInfo
+        )
+        target, body = "/v1/sandboxes:rebuild", _encode(request)
+        async with self._share(principal, info.spec) as share:
+            share.sent(owner.edge)
+            status, answer = await self._upstream.json(member, "POST", target, principal, body)
+            if 400 <= status < 500:
+                share.refused(owner.edge)
+        return True, Answered(status, answer)
 
-    async def _place(
-        self, principal: Principal, request: RebuildRequest, chain: Chain, owner: Moved, revision: int
+    async def _place(  # noqa: PLR0917
+        self,
+        principal: Principal,
+        request: RebuildRequest,
+        chain: Chain,
+        owner: Moved,
+        revision: int,
+        spec: SandboxSpec,
+        share: Share | None,
     ) -> Answered | None:
-        created = chain.entries[0].data
-        fields = {name: value for name, value in created["spec"].items() if name != "env"}
-        spec = msgspec.convert(fields, SandboxSpec)
         ask = ask_of(spec, principal.project)
         tried = {owner.edge, *(edge for edge, _ in owner.before)}
         last: Answered | None = None
@@ -241,12 +274,17 @@ class Moves:
                 return None
             revision = new
             self._changed(request.sandbox, owner, revision)
-            self._nodes.scheduler.holder.expect(edge)
+            if share is not None:
+                share.sent(edge)
+            else:
+                self._nodes.scheduler.holder.expect(edge)
             answer, refused = await self._order(member, principal, request, chain, owner, spec)
             if not refused:
                 await self._lead(principal, spec, member)
                 return answer
             last = answer
+            if share is not None:
+                share.refused(edge)
             self._nodes.scheduler.placer.failed(edge, ask)
         if last is not None:
             return last
@@ -331,7 +369,7 @@ class Moves:
             except Unsupported as error:  # without it everything is done again; after any other failure it stays
                 log.info("sandbox %s moves without a snapshot: %s", resident.id, error)
         await self._whole(member, "POST", f"{PATH}/{resident.id}/leave", principal)
-        answer = await self.rebuild(principal, RebuildRequest(sandbox=resident.id))
+        answer = await self.rebuild(principal, RebuildRequest(sandbox=resident.id), moves=True)
         if answer.status != 200:
             raise _raised(answer.body)
         return self.edge_of(resident.id)

@@ -26,7 +26,7 @@ from dsec.cluster.iam import Authority
 from dsec.cluster.wire import ORDER_S
 from dsec.errors import AdmissionTimeout, DsecError, QuotaExceeded, Unavailable
 from dsec.plan.iam import Iam, lineage
-from dsec.plan.quota import UNITS, Ledger, block, costs_of, give, shrink, take, with_limit
+from dsec.plan.quota import UNITS, Holder, Ledger, block, costs_of, give, shrink, take, with_limit
 from dsec.plan.scheduler import Need, Scheduler, exceeded
 from dsec.plan.watch import Health
 
@@ -93,6 +93,33 @@ class Bounds:
     def changed(self) -> None:
         """The records are others now."""
         self._costs.clear()
+
+
+class Share:
+    """Room for one sandbox of an account's: kept here until it is sent to a node."""
+
+    def __init__(self, holder: Holder, account: str) -> None:
+        self._holder = holder
+        self._account = account
+        self._kept = True
+        holder.hold(account, 1)
+
+    def sent(self, edge: int) -> None:
+        """A node is about to be asked, and will report it."""
+        self._holder.spend(self._account, edge, 1, time.monotonic())
+        self.end()
+
+    def refused(self, edge: int) -> None:
+        """That node hasn't made it."""
+        self._holder.refused(self._account, edge, 1)
+        self._holder.hold(self._account, 1)
+        self._kept = True
+
+    def end(self) -> None:
+        """It is kept here no longer. Idempotent."""
+        if self._kept:
+            self._kept = False
+            self._holder.hold(self._account, -1)
 
 
 class Quotas:
@@ -221,6 +248,18 @@ class Quotas:
         """The node took none of these."""
         self._holder.refused(account, edge, count)
         self.pump()
+
+    @asynccontextmanager
+    async def share(self, project: str, account: str, deadline: float) -> AsyncIterator[Share]:
+        """Room for one that no creation makes. Raises as `pace` and `room`."""
+        await self.pace(project, 1, deadline)
+        await self.room(account, 1, deadline)
+        share = Share(self._holder, account)
+        try:
+            yield share
+        finally:
+            share.end()
+            self.pump()
 
     @asynccontextmanager
     async def held(self, account: str, count: int) -> AsyncIterator[None]:
