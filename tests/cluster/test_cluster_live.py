@@ -4,6 +4,7 @@ each of them is killed. The tests are in an order: each leaves the cluster whole
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +83,19 @@ async def test_batches_lists_and_commands_of_many(one: AsyncClient, other: Async
         assert result.result.stdout == f"{result.index}\n"
     await one.kill_many([box.id for box in boxes])
     assert await other.list(run="lists") == []
+
+
+async def test_connections_to_nodes_are_kept(cluster: Cluster, one: AsyncClient) -> None:
+    """Each call took one of its own, with a handshake, and left it open for a minute."""
+
+    def opened() -> int:
+        return len(os.listdir(f"/proc/{cluster.apis[0].pid}/fd"))  # noqa: PTH208
+
+    await one.list()
+    before = opened()
+    for _ in range(30):
+        await one.list()  # asks both nodes
+    assert opened() <= before + 4
 
 
 async def test_a_key_or_a_name_is_one_sandbox_whoever_is_asked(one: AsyncClient, other: AsyncClient) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 
 import aiohttp
@@ -299,7 +300,13 @@ def node_socket(address: tuple[Any, ...]) -> socket.socket:
 
 def trust_of(member: Member) -> aiohttp.Fingerprint | bool:
     """The one certificate that an edge may show: the one that it named when it joined."""
-    return aiohttp.Fingerprint(bytes.fromhex(member.certificate)) if member.certificate else True
+    return _fingerprint(member.certificate) if member.certificate else True
+
+
+@lru_cache(maxsize=4096)
+def _fingerprint(certificate: str) -> aiohttp.Fingerprint:
+    """The same object each time: connections are kept for it, and another one, even if equal, gets none of them."""
+    return aiohttp.Fingerprint(bytes.fromhex(certificate))
 
 
 def joined_again(member: Member) -> Unavailable:
