@@ -232,9 +232,10 @@ static void started(pid_t pid, const char *path) {
     if (is_loader(path)) return;
     remember(pid, path);
     if (!wants('s', path)) return;
-    char program[PATH_MAX];
-    for (int i = 0; i < SETTLE_TRIES; i++) {
-        if (!program_of(pid, program, sizeof program) || strcmp(program, path) == 0) break;
+    char program[PATH_MAX], argv[ARGV_BYTES];
+    for (int i = 0; i < SETTLE_TRIES; i++) { /* its words come a moment after it */
+        if (!program_of(pid, program, sizeof program)) break;
+        if (strcmp(program, path) == 0 && read_of(pid, "cmdline", argv, sizeof argv) > 0) break;
         nanosleep(&(struct timespec){.tv_nsec = i < 20 ? 500000 : 5000000}, NULL);
     }
     tell(LOOK_START, path, pid);
