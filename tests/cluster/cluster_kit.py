@@ -33,6 +33,7 @@ from dsec import AsyncClient
 from dsec.app import read_config
 from dsec.cluster.credentials import make_cluster
 from dsec.kernel import census
+from dsec.sdk import _portal
 from free_port import free_port
 from trees import link_store
 
@@ -417,12 +418,17 @@ def own_store(state: Path) -> Path:
 
 @contextmanager
 def apart() -> Iterator[Spaces]:
-    """Namespaces of their own for a cluster; this thread is in another one of them."""
-    spaces = Spaces()
+    """Namespaces of their own for a cluster; this thread is in another one of them, and the sync client's thread of
+    meanwhile too. Outside of this it is another, for who is in a namespace reaches nothing outside of it."""
+    spaces, outside = Spaces(), _portal._portal
+    _portal._portal = None
     try:
         with spaces.add().entered():
             yield spaces
     finally:
+        if _portal._portal is not None:
+            _portal._portal.close()
+        _portal._portal = outside
         spaces.close()
 
 
