@@ -41,13 +41,18 @@ async def until_said(url: str, key: str, wanted: str, within_s: float) -> list[s
 
 def healed(cluster: Cluster) -> None:
     """All is well; what went and came too often for this minute is forgiven."""
-    calm = (["well", "well"], ["flapping", "well"], ["well", "flapping"], ["flapping", "flapping"])
-    until(lambda: all(cluster.healths(api) in calm for api in cluster.apis), "all are there")
+    all_hear(cluster)
     for api in cluster.apis:
         if "flapping" in cluster.healths(api):
             api.kill()
             api.start()
     until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
+
+
+def all_hear(cluster: Cluster) -> None:
+    """Each apiserver hears both nodes, however often they went and came in the last minutes."""
+    heard = {"well", "flapping"}
+    until(lambda: all(sum(map(heard.__contains__, cluster.healths(api))) == 2 for api in cluster.apis), "all hear them")
 
 
 def servers_of(cluster: Cluster, process: Process) -> list[Process]:

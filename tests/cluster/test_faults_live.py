@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import pytest
 from cluster_kit import LOST_S, PATIENCE_S, Cluster, Process, apart, eventually, own_store, running, until
-from faults_kit import Liar, answer, apart_from, healed, incarnation, serve_lies, servers_of, until_said
+from faults_kit import Liar, all_hear, answer, apart_from, healed, incarnation, serve_lies, servers_of, until_said
 
 import server_kit
 from dsec import AsyncClient, AsyncPortStream, AsyncSandbox
@@ -180,7 +180,7 @@ async def test_a_node_whose_nats_server_lost_the_others(cluster: Cluster, one: A
     apart_from(cluster, [server], others)
     try:
         until(lambda: server not in servers_of(cluster, cluster.edges[1]), "it goes to another one")
-        until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all hear it again")
+        all_hear(cluster)
         assert (await box.commands.run(["echo", "hi"])).stdout == "hi\n"
         assert (await one.create("debian", **at(2))).id != box.id
     finally:
