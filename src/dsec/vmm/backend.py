@@ -25,7 +25,7 @@ from dsec.vmm.driver import VmmEnd
 from dsec.vmm.ends import stopped, why
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.launching import Ended
-from dsec.vmm.machine import Machine
+from dsec.vmm.machine import Machine, StartLost
 from dsec.vmm.moments import Moments
 from dsec.vmm.node import MachineNode
 
@@ -185,7 +185,12 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> InstanceT:
         try:
-            return await self._create(sandbox_id, spec, handle)
+            try:
+                return await self._create(sandbox_id, spec, handle)
+            except StartLost as error:
+                log.warning("sandbox %s begins once more: %s", sandbox_id, error.message)
+                await self.node.machines.clear(handle["vm"], handle["slot"])
+                return await self._create(sandbox_id, spec, handle)
         except BaseException as error:
             end = await self.node.machines.early_end(handle["vm"]) if isinstance(error, Unavailable) else None
             await asyncio.shield(self.destroy(sandbox_id, handle))
@@ -199,7 +204,7 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
 
     @abstractmethod
     async def _create(self, sandbox_id: str, spec: SandboxSpec, handle: Handle) -> InstanceT:
-        """As `create`; `destroy` removes what it made."""
+        """As `create`; `destroy` removes what it made. Raises `StartLost` where it is worth another try."""
 
     # --- copies ---
 

@@ -38,8 +38,13 @@ THREADS = 256
 """Of a VMM: virtual CPUs, and those that read and write disks."""
 _EXIT_WAIT_S = 10.0
 _LAST_WORDS_S = 1.0
+_LOOK_S = 0.002
 
 _READ = os.O_RDONLY | os.O_CLOEXEC
+
+
+class StartLost(CreateFailed):
+    """What a machine was to begin from, a stem or a spare one, had ended by itself. It can begin once more: `clear`."""
 
 
 class Machine:
@@ -158,7 +163,7 @@ class Machines:
         `slot`: where it ran before, and goes on. `library`, `stem`: as in `LauncherClient.spawn`.
         What it made is removed by `end`, also where this fails. Raises `CreateFailed`, `Unavailable`, OSError."""
         launcher = self._serving()
-        slot = slot or self.pool.take(reservation, shape, name, 0)
+        slot = slot or self._slot(name, reservation, shape)
         directory = self._place(name)
         with contextlib.ExitStack() as stack:
             opened = _Opened(stack)
@@ -217,7 +222,7 @@ class Machines:
         their places. `sockets`: those that it has, in stem.c's order. `also`: it is a stem, too. `layer`: a file whose
         data lies over that of the memory. Otherwise as `start`."""
         launcher = self._serving()
-        slot = slot or self.pool.take(reservation, shape, name, 0)
+        slot = slot or self._slot(name, reservation, shape)
         directory = self._place(name)
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as undo:
             opened = _Opened(stack)
@@ -248,6 +253,10 @@ class Machines:
         if self.launcher is None:
             raise Unavailable("the launcher of virtual machines is being started again")
         return self.launcher
+
+    def _slot(self, name: str, reservation: str, shape: GroupShape) -> Slot:
+        """The one that it left when it began before (`clear`), else the one that is reserved."""
+        return self.pool.find(reservation, name) or self.pool.take(reservation, shape, name, 0)
 
     def _place(self, name: str) -> Path:
         directory = self.root / name
@@ -310,6 +319,33 @@ class Machines:
         """End it, and remove every trace. Idempotent; works on half-made ones."""
         if machine is not None:
             machine.close()
+        slot = await self._end(name, reservation)
+        self.disks.remove(name)
+        if slot is not None:
+            self.pool.give_back(slot)
+        elif reservation:
+            self.pool.cancel(reservation)
+        if self.launcher is not None:
+            with contextlib.suppress(Unavailable):
+                await self.launcher.forget(name)
+
+    async def clear(self, name: str, reservation: str, *, disk: bool = True) -> None:
+        """End it, and remove every trace but its cgroups: it may begin once more, under the same names. Not `disk`: its
+        disk stays, too. Raises `Unavailable`, OSError."""
+        slot = await self._end(name, reservation)
+        if disk:
+            self.disks.remove(name)
+        if slot is not None:
+            async with asyncio.timeout(_EXIT_WAIT_S):
+                while slot.populated:  # noqa: ASYNC110 (milliseconds)
+                    await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(FileNotFoundError):
+                Path(slot.v2, "vm").rmdir()  # noqa: ASYNC240 (microseconds)
+        if self.launcher is not None:
+            await self.launcher.forget(name)
+
+    async def _end(self, name: str, reservation: str) -> Slot | None:
+        """Its cgroups, where it has some."""
         slot = self.pool.find(reservation, name) if reservation else None
         if slot is not None:
             slot.kill()
@@ -320,14 +356,7 @@ class Machines:
         self._exits.pop(name, None)
         self._pids.pop(name, None)
         shutil.rmtree(self.root / name, ignore_errors=True)
-        self.disks.remove(name)
-        if slot is not None:
-            self.pool.give_back(slot)
-        elif reservation:
-            self.pool.cancel(reservation)
-        if self.launcher is not None:
-            with contextlib.suppress(Unavailable):
-                await self.launcher.forget(name)
+        return slot
 
     def names(self) -> set[str]:
         """Of machines that left anything behind."""

@@ -22,7 +22,7 @@ from msgspec import Struct
 from dsec.errors import CreateFailed, DsecError, Unavailable
 from dsec.kernel.cgroups import Shape, Slot
 from dsec.vmm.first_words import rehearse, settle_in
-from dsec.vmm.machine import SOCKETS, Machine, Machines, restored
+from dsec.vmm.machine import SOCKETS, Machine, Machines, StartLost, restored
 from dsec.vmm.qemu import QemuControl
 from dsec.vmm.screens import show
 from dsec.vmm.template_cache import Template
@@ -135,7 +135,8 @@ class Stems:
         also: bool = False,
     ) -> Machine:
         """A machine that stands still, as its template's clones; of a blank stem, as a machine was (`moment`), with
-        that one's `disk`. The others as `Machines.branch`. Raises as that, and the stem goes."""
+        that one's `disk`. The others as `Machines.branch`. Raises as that, `StartLost` where the stem can't branch, and
+        the stem goes."""
         state = -1
         try:
             if moment is not None:
@@ -158,7 +159,10 @@ class Stems:
                 await restored(machine)
                 if moment.screen >= 0:
                     await show(machine, moment.screen)
-        except (CreateFailed, Unavailable):
+        except CreateFailed as error:
+            self.drop(stem.key)
+            raise StartLost(error.message) from error
+        except Unavailable:
             self.drop(stem.key)
             raise
         finally:
@@ -218,6 +222,8 @@ class Stems:
             await asyncio.shield(self._machines.end(name, reservation, machine))
             if not isinstance(error, (DsecError, OSError, TimeoutError)):
                 raise
+            if isinstance(error, StartLost):  # the next one may have better luck
+                return None
             log.warning("machines of %s will be plain clones: %s", key, str(error) or "no rehearsal in time")
             self._impossible[key] = asyncio.get_running_loop().call_later(IDLE_S, self._impossible.pop, key)
             return None

@@ -19,7 +19,7 @@ from dsec.backends.microvm.spares import Wanted
 from dsec.backends.microvm.suspends import Suspends
 from dsec.channel import Spool
 from dsec.channel.movable import MovableChannel
-from dsec.errors import DsecError, InvalidRequest, Unsupported
+from dsec.errors import DsecError, InvalidRequest, OutcomeUnknown, Unavailable, Unsupported
 from dsec.kernel.cgroups import Slot
 from dsec.plan.tripwires import from_within
 from dsec.ports import Captured, Clock, Handle, InstanceEnd
@@ -31,7 +31,7 @@ from dsec.vmm.driver import Shape
 from dsec.vmm.ends import whole
 from dsec.vmm.first_words import Identity, become, configure, new_token
 from dsec.vmm.instance import MachineInstance
-from dsec.vmm.machine import Machine
+from dsec.vmm.machine import Machine, StartLost
 
 log = logging.getLogger(__name__)
 
@@ -155,11 +155,30 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
         layers = spec.layers or node.host.environments.get(spec.environment).layers
         shape = Shape(handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"], tuple(layers))
         moment = self.moments.get(handle["capture"]) if handle["capture"] else None
-        machine, before = node.spares.take(handle["vm"]), b""
+        spare, before = node.spares.take(handle["vm"]), b""
         if moment is not None:
             machine, before = await node.child(handle["vm"], handle["slot"], shape, handle["cpus"], moment)
-        elif machine is None:
-            machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
+        else:
+            machine = spare or await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
+        restored = self._clock.monotonic()
+        try:
+            instance = await self._begin(sandbox_id, spec, handle, machine, before)
+        except (Unavailable, OutcomeUnknown) as error:
+            if spare is None or await node.machines.early_end(spare.name) is None:
+                raise
+            spare.close()
+            raise StartLost(f"a spare machine had ended: {error.message}") from error
+        instance.phases_s = {"clone": restored - begun} | instance.phases_s
+        if moment is None:
+            node.spares.refill(Wanted(shape, handle["cpus"]))
+        elif moment.held:
+            instance.channel.hold(0)
+        return instance
+
+    async def _begin(
+        self, sandbox_id: str, spec: SandboxSpec, handle: Handle, machine: Machine, before: bytes
+    ) -> MachineInstance:
+        """Let it go on, as somebody. `before`: as of `VmNode.child`."""
         restored = self._clock.monotonic()
         if spec.cpu_class == "batch":
             machine.slot.set_idle()
@@ -180,15 +199,10 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
         configured = self._clock.monotonic()
         instance = await self._serve(sandbox_id, sock, machine, handle, fresh=True)
         instance.phases_s = {
-            "clone": restored - begun,
             "configure": configured - restored,
             "configure_inside": inside_s,
             "hello": self._clock.monotonic() - configured,
         }
-        if moment is None:
-            node.spares.refill(Wanted(shape, handle["cpus"]))
-        elif moment.held:
-            instance.channel.hold(0)
         return instance
 
     # --- copies ---

@@ -17,7 +17,7 @@ from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
 from dsec.vmm.launching import LauncherState
-from dsec.vmm.machine import Machine, restored
+from dsec.vmm.machine import Machine, StartLost, restored
 from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
 from dsec.vmm.stems import STEM, StartStem, Stem, Stems
@@ -152,17 +152,13 @@ class VmNode(MachineNode):
         disk."""
         await self.serving()
         stem = await self._blank(shape)
-        if stem is None:
-            return await restored(await self._start(name, reservation, shape, cpus, moment, slot=slot))
-        return await self.stems.branch(
-            stem,
-            name,
-            reservation,
-            self.machines.group_shape(shape.memory_bytes, cpus),
-            moment=moment,
-            disk=self._disk(name, moment, slot),
-            slot=slot,
-        )
+        if stem is not None:
+            groups, disk = self.machines.group_shape(shape.memory_bytes, cpus), self._disk(name, moment, slot)
+            try:
+                return await self.stems.branch(stem, name, reservation, groups, moment=moment, disk=disk, slot=slot)
+            except StartLost:
+                await self.machines.clear(name, reservation, disk=slot is None)
+        return await restored(await self._start(name, reservation, shape, cpus, moment, slot=slot))
 
     async def child(
         self, name: str, reservation: str, shape: Shape, cpus: float, moment: Moment

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from msgspec import Struct
 
 from dsec.errors import DsecError
 from dsec.vmm.driver import Shape
+from dsec.vmm.launching import Ended
 from dsec.vmm.machine import Machine, Machines
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Spares:
         return sum(map(len, self._ready.values()))
 
     def claim(self, wanted: Wanted) -> Spare | None:
-        """One of this kind, for `take` by its name. No I/O."""
+        """One of this kind, for `take` by its name. It may have ended a moment ago. No I/O."""
         ready = self._ready.get(wanted)
         if not ready:
             return None
@@ -131,15 +133,27 @@ class Spares:
             ready = self._ready.get(wanted)
             if ready is None:
                 await self._machines.end(name, reservation, machine)
-            else:
-                ready.append(Spare(machine, reservation))
+                continue
+            ready.append(spare := Spare(machine, reservation))
+            self._machines.exited(name).add_done_callback(partial(self._on_exit, wanted, spare))
+
+    def _on_exit(self, wanted: Wanted, spare: Spare, _: asyncio.Future[Ended]) -> None:
+        """Its VMM is gone: if it still waits, nobody shall get it. Another one is made when one is asked for."""
+        ready = self._ready.get(wanted, [])
+        if spare in ready:
+            log.warning("a spare machine ended by itself")
+            ready.remove(spare)
+            self._end(spare)
 
     def _drop(self, wanted: Wanted) -> None:
         if wanted in self._idle:
             self._idle.pop(wanted).cancel()
         for spare in self._ready.pop(wanted, ()):
-            ending = asyncio.get_running_loop().create_task(
-                self._machines.end(spare.machine.name, spare.reservation, spare.machine), name="end of a spare machine"
-            )
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._end(spare)
+
+    def _end(self, spare: Spare) -> None:
+        ending = asyncio.get_running_loop().create_task(
+            self._machines.end(spare.machine.name, spare.reservation, spare.machine), name="end of a spare machine"
+        )
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)

@@ -1,0 +1,172 @@
+"""What machines begin from ends by itself, as by the OOM killer: spare ones and stems. No creation fails by it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.app import open_host, open_machines
+from dsec.backends.container.host import Host
+from dsec.backends.microvm.backend import MicroVmBackend
+from dsec.configuration import Config
+from dsec.edge.config import SystemClock
+from dsec.errors import CreateFailed
+from dsec.kernel.paging import pids_in
+from dsec.ports import Handle
+from dsec.spec.sandbox import SandboxSpec
+from dsec.store.views import remove_dev
+from dsec.testing.conformance.kit import ok, shell
+from dsec.vmm.instance import MachineInstance
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
+]
+
+SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
+PATIENCE_S = 60.0
+
+
+class Node:
+    """A backend with spare machines."""
+
+    def __init__(self, backend: MicroVmBackend) -> None:
+        self.backend = backend
+        self.handles: dict[str, Handle] = {}
+
+    def reserve(self, capture: str = "") -> str:
+        name = f"box{len(self.handles)}"
+        self.handles[name] = self.backend.reserve(name, SPEC, capture=capture)
+        return name
+
+    async def create(self, name: str) -> MachineInstance:
+        async with asyncio.timeout(4 * PATIENCE_S):
+            return await self.backend.create(name, SPEC, self.handles[name])
+
+    async def make(self, capture: str = "") -> MachineInstance:
+        return await self.create(self.reserve(capture))
+
+    async def filled(self) -> list[int]:
+        """The spare ones' VMMs, when there are as many as there shall be."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.backend.node.spares.count < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return [spare.machine.pid for ready in self.backend.node.spares._ready.values() for spare in ready]
+
+    def stems(self) -> list[int]:
+        return [stem.machine.pid for stem in self.backend.node.stems._stems.values()]
+
+    async def end(self, name: str) -> None:
+        await self.backend.destroy(name, self.handles.pop(name))
+
+
+@pytest.fixture(scope="module")
+def place(
+    debian_module_state: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Config, Host, Path]]:
+    run = tmp_path_factory.mktemp("spares") / f"run-{os.getpid()}"
+    config = Config(state=debian_module_state, run=run, vm_accel="tcg", vm_spare=2)
+    host = open_host(config)
+    yield config, host, vm_templates
+    host.volume.close(keep=False)
+    host.layers.unmount_all()
+    host.views.remove()
+    remove_dev(host.run)
+
+
+@pytest.fixture
+async def node(place: tuple[Config, Host, Path]) -> AsyncIterator[Node]:
+    found = open_machines(*place)
+    assert found is not None
+    backend = MicroVmBackend(found, SystemClock())
+    await backend.open({})
+    made = Node(backend)
+    try:
+        await made.make()
+        yield made
+    finally:
+        for name in list(made.handles):
+            await made.end(name)
+        await backend.close(keep=False)
+    assert not found.machines.names()
+
+
+async def alive(instance: MachineInstance) -> None:
+    assert ok(await shell(instance.channel, "echo alive")) == b"alive\n"
+
+
+async def test_spare_ones_are_killed_while_they_wait(node: Node) -> None:
+    for pid in await node.filled():
+        os.kill(pid, signal.SIGKILL)
+    one, two = await asyncio.gather(node.make(), node.make())  # nobody has heard of their ends yet
+    await alive(one)
+    await alive(two)
+    for pid in await node.filled():
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        while node.backend.node.spares.count:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await alive(await node.make())
+
+
+async def test_a_spare_one_is_killed_when_it_is_claimed(node: Node) -> None:
+    pids = await node.filled()
+    name = node.reserve()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await alive(await node.create(name))
+
+
+async def test_a_spare_one_is_killed_while_it_becomes_somebody(node: Node) -> None:
+    """It may also be done by then: then it is a machine that ends."""
+    for after_ms in (0.0, 0.5, 1.5, 3.0, 5.0, 8.0):
+        pids = await node.filled()
+        name = node.reserve()
+        creating = asyncio.ensure_future(node.create(name))
+        await asyncio.sleep(after_ms / 1e3)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        instance = await creating
+        if instance.machine.pid not in pids:
+            await alive(instance)
+
+
+async def test_a_stem_is_killed(node: Node) -> None:
+    parent = next(iter(node.handles))
+    await node.filled()
+    node.backend.node.spares.drop_all()
+    for pid in node.stems():
+        os.kill(pid, signal.SIGKILL)
+    await alive(await node.make())
+    moment = await node.backend.split(parent, node.handles[parent])
+    try:
+        await alive(await node.make(moment))
+        for pid in node.stems():
+            os.kill(pid, signal.SIGKILL)
+        await alive(await node.make(moment))
+    finally:
+        await node.backend.drop(moment)
+
+
+async def test_one_that_was_made_for_it_is_killed(node: Node) -> None:
+    """That is its own end, and it isn't tried again."""
+    await node.filled()
+    node.backend.node.spares.drop_all()
+    name, vm = node.reserve(), node.backend.node
+    handle = node.handles[name]
+    creating = asyncio.ensure_future(node.create(name))
+    pids: list[int] = []
+    while not pids and not creating.done():
+        await asyncio.sleep(0)
+        slot = vm.pool.find(handle["slot"], handle["vm"])
+        pids = pids_in(slot) if slot is not None and vm.machines._exits.get(handle["vm"]) else []
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CreateFailed, match="signal 9"):
+        await creating
