@@ -23,7 +23,10 @@ from dsec.edge.config import SystemClock
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import ok, shell
-from dsec.vmm.launcher import STEM_CAPABILITIES, STEM_UID, UID_BASE, Launcher, filter_program
+from dsec.vmm.launcher import UID_BASE
+from dsec.vmm.launcher.jail import STEM_CAPABILITIES, STEM_UID
+from dsec.vmm.launcher.seccomp import filter_program
+from dsec.vmm.launcher.serving import Launcher
 
 pytestmark = [
     pytest.mark.root,

@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dsec.errors import Unsupported
 from dsec.spec.operations import Chunk, EndKind, Kind, OpEnd, OpRequest, Stage
 from dsec.vmm import network
 from dsec.vmm.network import MachineNetwork
+from dsec.vmm.standing import Pace
 from dsec.wire.flows import MAX_DATA, MAX_FLOWS, WINDOW, FlowDecoder, FlowKind, encode, encode_credit
 
 ADDRESS = bytes([10, 1, 2, 3, 0x50, 0])
@@ -101,7 +103,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 async def way(guest: Guest, edge: Edge, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MachineNetwork]:
-    monkeypatch.setattr(network, "_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(network, "TERMS", replace(network.TERMS, pace=Pace(0.0, 0.0, 0.0)))
     made = MachineNetwork("box", guest, edge.connected, edge.query)  # type: ignore[arg-type]
     made.start()
     await made.ready()

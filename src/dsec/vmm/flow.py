@@ -28,7 +28,7 @@ class Lines(Protocol):
 
     def say(self, record: bytes) -> None: ...
     def has_room(self, flow: Flow) -> bool: ...
-    def over(self, flow: Flow) -> None: ...
+    def gone(self, flow: Flow) -> None: ...
 
 
 class _Served(socket.socket):
@@ -206,4 +206,4 @@ class Flow:
         if self._timer is not None:
             self._timer.cancel()
         self._ours.close()
-        self._lines.over(self)
+        self._lines.gone(self)

@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 
 from dsec.errors import InvalidRequest, Unavailable, Unsupported
-from dsec.vmm import launcher
+from dsec.vmm.launcher import calls
+from dsec.vmm.launcher.jail import FAILED, make_root
+from dsec.vmm.launcher.seccomp import load_filter
 
 UID_BASE = (1 << 30) + (1 << 21)
 """Beyond those of machines."""
@@ -48,7 +50,7 @@ def convert(source: int, target: int, most_bytes: int) -> None:
     except subprocess.TimeoutExpired:
         raise InvalidRequest(f"the image could not be read within {WALL_S} s") from None
     said = done.stderr.decode(errors="replace").strip()[-500:]
-    if done.returncode == launcher.FAILED:
+    if done.returncode == FAILED:
         raise Unavailable(f"qemu-img's jail can't be made: {said}", remedy="`dsec doctor` lists what the host lacks.")
     if done.returncode:
         raise InvalidRequest(f"the image can't be read: {said or f'qemu-img ended with {done.returncode}'}")
@@ -64,26 +66,26 @@ def main() -> None:
     uid, source, target, most_bytes = map(int, sys.argv[1:])
     try:
         paths = _paths()
-        launcher.unshare(launcher.NEWNET | launcher.NEWIPC | launcher.NEWUTS | launcher.NEWCGROUP | launcher.NEWPID)
+        calls.unshare(calls.NEWNET | calls.NEWIPC | calls.NEWUTS | calls.NEWCGROUP | calls.NEWPID)
         pid = os.fork()  # into the new pid namespace
         if pid:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
-        launcher.prctl(launcher.PR_SET_PDEATHSIG, 9)
-        launcher.make_root(paths)
-        launcher.mount("proc", "/proc", "proc", launcher.MS_NOSUID | launcher.MS_NODEV | launcher.MS_NOEXEC)
-        launcher.load_filter()
+        calls.prctl(calls.PR_SET_PDEATHSIG, 9)
+        make_root(paths)
+        calls.mount("proc", "/proc", "proc", calls.MS_NOSUID | calls.MS_NODEV | calls.MS_NOEXEC)
+        load_filter()
         limits = {"CPU": CPU_S, "AS": MEMORY_BYTES, "FSIZE": most_bytes, "CORE": 0, "NOFILE": 64, "NPROC": 64}
         for name, most in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        launcher.prctl(launcher.PR_SET_NO_NEW_PRIVS, 1)
+        calls.prctl(calls.PR_SET_NO_NEW_PRIVS, 1)
         names = [f"/proc/self/fd/{fd}" for fd in (source, target)]
         os.execve(paths[0], [paths[0], "convert", "-f", "qcow2", "-O", "raw", *names], {})
     except OSError as error:
         os.write(2, str(error).encode())
-        os._exit(launcher.FAILED)
+        os._exit(FAILED)
 
 
 if __name__ == "__main__":

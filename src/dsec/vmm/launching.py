@@ -1,7 +1,7 @@
 """The server's side of the launcher: start it, connect, start VMMs, hear of their ends.
 
 Owns one SOCK_SEQPACKET connection. A request that gets no answer before the connection ends fails. The messages are
-`launcher.py`'s.
+those of `launcher/__init__.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsec.errors import CreateFailed, Unavailable
 from dsec.kernel import lasting
 from dsec.vmm.launcher import MAX_FDS, MAX_MESSAGE, VERSION
 
-_PROGRAM = Path(__file__).with_name("launcher.py")
+_PROGRAM = Path(__file__).with_name("launcher")
 _ANSWER_S = 30.0
 
 
@@ -145,7 +145,7 @@ class LauncherClient:
         layer: int = -1,
     ) -> int:
         """Have a VMM that was started for it copy itself: the copy's pid. `files`: the stem's, and what takes their
-        places; `sockets`: pairs as in `launcher.py`; `also`: it is a stem, too; `layer`: as in `Machines.branch`.
+        places; `sockets`: pairs as in `launcher`; `also`: it is a stem, too; `layer`: as in `Machines.branch`.
         Raises `CreateFailed`, and the stem is ended; `Unavailable`."""
         over = [layer] if layer >= 0 else []
         answer, _ = await self._ask(

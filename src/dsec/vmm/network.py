@@ -6,8 +6,8 @@ container's. Nothing here connects to anything.
 
 The guest is hostile, and whatever it says is a wish. Invariants: flows, bytes held for each and bytes queued for the
 guest are bounded; while too much is queued nothing more is heard; a turn of the event loop takes a bounded number of
-wishes; a record that no guest may send ends all flows of this machine and nothing else; after `stop` no socket, task or
-operation of this is left.
+wishes; a record that no guest may send ends all flows of this machine and nothing else, and the operation is begun
+again (`standing.py`); after `stop` no socket, task or operation of this is left.
 """
 
 from __future__ import annotations
@@ -19,28 +19,35 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from dsec.errors import DsecError, Unavailable, Unsupported
+from dsec.errors import DsecError, Unsupported
 from dsec.ports import GuestChannel, Operation
-from dsec.spec.operations import EndKind, Kind, OpEnd, OpRequest, Stage
+from dsec.spec.operations import Kind, OpRequest, Stage
 from dsec.vmm.flow import Connected, Flow
+from dsec.vmm.standing import READY_S, Pace, Standing, Terms
 from dsec.wire.flows import MAX_FLOWS, FlowDecoder, FlowKind, FlowRecord, encode
 from dsec.wire.frames import MAX_DATA, ProtocolError
 
 Query = Callable[[bytes], bytes | asyncio.Future[bytes] | None]
 """The answer, now or later (its maker bounds how many wait); None: silence."""
 
-READY_S = 20.0
-"""How long a guest may take to lead programs out, in imitation too."""
 WISHES_A_TURN = 32
 PAUSE_S = 0.005
 """After so many connections and queries that a guest wishes for: it pays nothing for them, the node does."""
 QUEUE_HIGH = 128 << 10
 """Bytes for the guest that wait here; above, nothing more is heard or read for it."""
 OPEN_FILES = MAX_FLOWS + 64
-_AGAIN_S = (0.1, 10.0)
-"""Before its operation is started again, which somebody inside has ended: at first, and at most."""
-_GOOD_S = 2.0
-"""After so long of good behaviour it is at first again."""
+TERMS = Terms(
+    what="its way out",
+    stage=Stage.WAY_OUT,
+    takes="nf_tables with tproxy and socket",
+    silent="lead its programs out",
+    refused=lambda why: Unsupported(
+        f"this machine can't be given a network: {why}",
+        remedy="Import its kernel again (`dsec kernel import`), or give the disk its kernel's modules.",
+        field="network",
+    ),
+    pace=Pace(first_s=0.1, most_s=10.0, good_s=2.0),
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +57,6 @@ class MachineNetwork:
 
     def __init__(self, sandbox_id: str, channel: GuestChannel, connected: Connected, query: Query) -> None:
         self._sandbox_id = sandbox_id
-        self._channel = channel
         self._flows: dict[int, Flow] = {}
         self._last = 0
         self._queue: deque[bytes] = deque()
@@ -60,11 +66,13 @@ class MachineNetwork:
         self._room.set()
         self._thirsty: set[Flow] = set()
         """Those that have something for the guest, but there is too much in the queue."""
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task: asyncio.Task[None] | None = None
+        self._decoder = FlowDecoder()
+        self._writing: asyncio.Task[None] | None = None
         self._wishes = 0
         self._operations = 0
         """How many there were: an answer that comes late is for the one that asked."""
+        request = OpRequest(kind=Kind.WAY_OUT, open_files=OPEN_FILES)
+        self._standing = Standing(sandbox_id, channel, request, self, TERMS)
         self.set_callbacks(connected, query)
 
     def set_callbacks(self, connected: Connected, query: Query) -> None:
@@ -74,26 +82,16 @@ class MachineNetwork:
 
     def start(self) -> None:
         """From now on programs inside can connect, as soon as the guest leads them here."""
-        self._task = asyncio.create_task(self._serve(), name=f"way out of {self._sandbox_id}")
+        self._standing.start()
 
     async def ready(self, timeout_s: float = READY_S) -> None:
         """Wait until it does. Raises `Unsupported` where its kernel can't, `Unavailable` where it says nothing."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._ready)
-        except TimeoutError:
-            raise Unavailable(
-                "the machine's guest does not lead its programs out", remedy="Create a new sandbox."
-            ) from None
+        await self._standing.ready(timeout_s)
 
     def stop(self) -> None:
         """Let go of everything; its operation is released. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
-        if not self._ready.done():
-            self._ready.cancel()
-        self._drop_all()
+        self._standing.stop()
+        self.over()
 
     @property
     def flows(self) -> int:
@@ -102,65 +100,34 @@ class MachineNetwork:
 
     # --- the operation ---
 
-    async def _serve(self) -> None:
-        loop, (first_s, longest_s) = asyncio.get_running_loop(), _AGAIN_S
-        wait_s = first_s
-        while True:
-            began = loop.time()
-            operation: Operation | None = None
-            try:
-                operation = await self._channel.start(OpRequest(kind=Kind.WAY_OUT, open_files=OPEN_FILES))
-                why = await self._converse(operation)
-            except DsecError as error:  # the channel is gone, or there is no guest of ours
-                self._failed(error)
-                return
-            except ProtocolError as error:
-                why = str(error)
-            finally:
-                self._drop_all()
-                if operation is not None:
-                    await operation.release()
-            log.info("sandbox %s: its way out ended inside: %s", self._sandbox_id, why)
-            if not self._ready.done():
-                self._failed(
-                    Unsupported(
-                        f"this machine can't be given a network: {why}",
-                        remedy="Import its kernel again (`dsec kernel import`), or give the disk its kernel's modules.",
-                        field="network",
-                    )
-                )
-                return
-            wait_s = first_s if loop.time() - began > _GOOD_S else wait_s
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, longest_s)
+    def begin(self, operation: Operation) -> None:
+        """As in `standing.Listener`."""
+        self._decoder = FlowDecoder()
+        self._writing = asyncio.create_task(self._write(operation))
 
-    def _failed(self, error: DsecError) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # perhaps nobody waits
+    async def hear(self, data: bytes) -> None:
+        """As in `standing.Listener`."""
+        for record in self._decoder.feed(data):
+            self._take(record)
+            if self._wishes >= WISHES_A_TURN:
+                self._wishes = 0
+                await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(0)
+        await self._room.wait()
 
-    async def _converse(self, operation: Operation) -> str:
-        """Until the guest's side ends: why."""
-        writing = asyncio.create_task(self._write(operation))
-        items = operation.read()
-        decoder = FlowDecoder()
-        try:
-            async for item in items:
-                if isinstance(item, OpEnd):
-                    return _why(item)
-                if item.stderr:
-                    continue
-                for record in decoder.feed(item.data):
-                    self._hear(record)
-                    if self._wishes >= WISHES_A_TURN:
-                        self._wishes = 0
-                        await asyncio.sleep(PAUSE_S)
-                await asyncio.sleep(0)
-                await self._room.wait()
-            return "it said no more"
-        finally:
-            await items.aclose()
-            writing.cancel()
+    def over(self) -> None:
+        """As in `standing.Listener`: all flows are reset."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        self._operations += 1
+        for flow in list(self._flows.values()):
+            flow.cut()
+        self._last = self._queued = 0
+        self._queue.clear()
+        self._thirsty.clear()
+        self._some.clear()
+        self._room.set()
 
     async def _write(self, operation: Operation) -> None:
         while True:
@@ -203,19 +170,18 @@ class MachineNetwork:
         self._thirsty.add(flow)
         return False
 
-    def over(self, flow: Flow) -> None:
+    def gone(self, flow: Flow) -> None:
         """Nothing is left of it."""
         self._flows.pop(flow.id, None)
         self._thirsty.discard(flow)
 
     # --- what the guest says ---
 
-    def _hear(self, record: FlowRecord) -> None:
+    def _take(self, record: FlowRecord) -> None:
         """Raises `ProtocolError`."""
         kind = record.kind
         if kind is FlowKind.READY:
-            if not self._ready.done():
-                self._ready.set_result(None)
+            self._standing.note_ready()
         elif kind is FlowKind.QUERY:
             self._answer(record)
         elif kind is FlowKind.OPEN:
@@ -269,19 +235,3 @@ class MachineNetwork:
         except Exception:
             log.exception("sandbox %s: a connection was dropped", self._sandbox_id)
             flow.fail()
-
-    def _drop_all(self) -> None:
-        self._operations += 1
-        for flow in list(self._flows.values()):
-            flow.cut()
-        self._last = self._queued = 0
-        self._queue.clear()
-        self._thirsty.clear()
-        self._some.clear()
-        self._room.set()
-
-
-def _why(end: OpEnd) -> str:
-    if end.kind is EndKind.START_FAILED and end.stage is Stage.WAY_OUT:
-        return f"{end.message}; it takes nf_tables with tproxy and socket"
-    return end.message or f"it ended ({end.kind.name.lower()}, {end.code})"
