@@ -78,7 +78,7 @@ class Api:
         self._judge = judge
         self._fusion = Fusion(edge, judge, fusion) if judge is not None else None
         self._functions = functions
-        self._openapi = openapi.document(self._control)
+        self._openapi = openapi.Document(self._control)
         self.metrics = ServerMetrics(version)
         self.ports = PortProxy(edge, domain, self._note)
         self.lanes: dict[bytes, ShortWay] = {}
@@ -171,7 +171,7 @@ class Api:
             return
         elif raw == "/openapi.json":
             x.only("GET")
-            await x.answer(200, self._openapi)
+            await x.answer(200, await self._openapi.get())
             return
         elif raw == "/readyz":
             x.only("GET")

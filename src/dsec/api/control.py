@@ -16,6 +16,8 @@ from litestar import Litestar, Request, Response, delete, get, patch, post, put
 from litestar.exceptions import HTTPException, NotFoundException, ValidationException
 from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.plugins import PluginProtocol
+from litestar.plugins.core import MsgspecDIPlugin
 from litestar.routes import HTTPRoute
 from litestar.types import Scope
 from msgspec import Struct
@@ -115,6 +117,15 @@ class Health(Struct, frozen=True):
     """Answer to `GET /healthz`."""
 
     ok: bool = True
+
+
+class _Control(Litestar):
+    """Without the plugins for types of pydantic and attrs: no type here is theirs, and where these are installed
+    importing them takes longer than all the rest of the application."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[PluginProtocol]) -> list[PluginProtocol]:
+        return [*plugins, MsgspecDIPlugin()]
 
 
 def build(
@@ -240,7 +251,7 @@ def build(
     async def healthz() -> Health:
         return Health()
 
-    return Litestar(
+    return _Control(
         [
             list_sandboxes,
             renew,

@@ -1,11 +1,14 @@
 """The OpenAPI document: Litestar's part for the control routes, and the same types for the calls that are served raw.
 
-Owns how a `Call` is written down, and the forms that errors have in each family of calls. A test compares the document
-with the routes that answer, another sends what it allows and what it forbids to a server.
+Owns how a `Call` is written down, and the forms that errors have in each family of calls. Nothing is computed before
+the document is asked for: it costs as much as all the rest of a server's start. A test compares the document with the
+routes that answer, another sends what it allows and what it forbids to a server.
 """
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -71,11 +74,27 @@ _ERRORS: dict[str, tuple[dict[int, str], tuple[type, ...]]] = {
 }
 
 
-def document(control: Litestar) -> dict[str, Any]:
+class Document:
+    """A server's document, made in a thread when it is asked for first."""
+
+    def __init__(self, control: Litestar) -> None:
+        self._control = control
+        self._making = asyncio.Lock()
+        self._made: dict[str, Any] | None = None
+
+    async def get(self) -> dict[str, Any]:
+        """The same to all."""
+        async with self._making:
+            if self._made is None:
+                self._made = await asyncio.to_thread(_document, self._control)
+        return self._made
+
+
+def _document(control: Litestar) -> dict[str, Any]:
     """The whole document."""
     result: dict[str, Any] = control.openapi_schema.to_schema()
     schemas = result.setdefault("components", {}).setdefault("schemas", {})
-    for name, schema in _COMPONENTS.items():
+    for name, schema in _schemas()[1].items():
         schemas.setdefault(name, schema)
     schemas["ServerFrames"] = {
         "description": "u8 kind, u32 little-endian length, payload. From the server: 0 Started (JSON), 1 stdout, "
@@ -105,9 +124,12 @@ def _kinds() -> list[Any]:
     return kinds
 
 
-_KINDS = _kinds()
-_SCHEMAS, _COMPONENTS = msgspec.json.schema_components(_KINDS, ref_template=_REF)
-_SCHEMA_OF = {id(kind): schema for kind, schema in zip(_KINDS, _SCHEMAS, strict=True)}
+@cache
+def _schemas() -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """Of each of the types, by its id, and what they refer to."""
+    kinds = _kinds()
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return {id(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}, components
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
@@ -133,7 +155,8 @@ def _any(kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def _schema(kind: Any) -> dict[str, Any]:
-    return _SCHEMA_OF[id(kind)]
+    schemas, _ = _schemas()
+    return schemas[id(kind)]
 
 
 def _body(media: str, kind: Any) -> dict[str, Any]:

@@ -59,19 +59,21 @@ def serve(
     the client and this command find it.
     """
     try:
-        from dsec import app, app_shield
+        if in_vm:
+            from dsec import app_shield
+
+            return app_shield.serve_in_vm(
+                host=host,
+                port=port,
+                shape=app_shield.shape_of(**machine),
+                keep=on_exit == "keep",
+                state=state,
+                log_format=log_format,
+                log_level=log_level,
+            )
+        from dsec import app
     except ImportError as error:
         raise _needs_server(error) from error
-    if in_vm:
-        return app_shield.serve_in_vm(
-            host=host,
-            port=port,
-            shape=app_shield.shape_of(**machine),
-            keep=on_exit == "keep",
-            state=state,
-            log_format=log_format,
-            log_level=log_level,
-        )
     return app.serve(host=host, port=port, state=state, on_exit=on_exit, log_format=log_format, log_level=log_level)
 
 
