@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from dsec import AsyncClient, AsyncSandbox
 from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxEnded, Unsupported
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec, State
+from dsec.spec.tripwires import MaskedRule, PathRule, ProcessRule, Rule, Severity
 from dsec.vmm.images import ImageStore, Traits
 from free_port import free_port
 from server_kit import PATIENCE_S, Server, serving
@@ -41,6 +43,7 @@ private = true
 [hosts]
 "echo.example" = ["{ADDRESS}"]
 """
+DECOY = "/root" + "/.ssh/id_rsa"
 TABLET = """
 import json, pathlib, struct
 names = pathlib.Path("/proc/bus/input/devices").read_text().split("\\n\\n")
@@ -140,6 +143,71 @@ async def test_a_network_by_name_without_a_card(client: AsyncClient, small: Sand
         assert checkpoint.name == "before"
         await box.checkpoints.revert("before")
         assert await said(box, f'python3 -c "{ask.format("echo.example", PORT)}"') == "b'hello'"
+
+
+TRAPS: list[str | Rule] = [
+    "default",
+    PathRule(id="answers", paths=["/srv/answers/**"], on=["read", "write", "remove"], severity=Severity.CRITICAL),
+    ProcessRule(id="nap", exe=["**/sleep"], argv=["*sleep 0.9*"]),
+    MaskedRule(id="masks"),
+]
+LOOKOUT = """
+import os
+for name in os.listdir("/proc"):
+    if name.isdigit() and name != "1":
+        try:
+            links = [os.readlink(f"/proc/{name}/fd/{fd}") for fd in os.listdir(f"/proc/{name}/fd")]
+            if "anon_inode:[fanotify]" in links:
+                os.kill(int(name), 9)
+        except OSError:
+            pass
+"""
+
+
+async def test_tripwires_of_files_and_processes(client: AsyncClient, small: SandboxSpec) -> None:
+    """Its own kernel tells, on a file system without layers: also after a revert, of a fork, and again when what looks
+    out was ended."""
+
+    async def happened(box: AsyncSandbox, kind: str, script: str, after: int = 0, **wanted: str) -> dict[str, Any]:
+        """What comes of a script, which is run until it does: somebody has to look out by then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            await said(box, script)
+            await asyncio.sleep(0.3)
+            async for each in box.events(after=after):
+                if each.type == kind and wanted.items() <= each.data.items():
+                    return each.data
+            assert time.monotonic() < deadline, (script, [(e.type, e.data) async for e in box.events(after=after)])
+
+    async def now(box: AsyncSandbox) -> int:
+        return max([each.seq async for each in box.events()])
+
+    with pytest.raises(Unsupported, match="no masked files"):
+        await client.create(replace(small, tripwires=TRAPS))
+    box = await client.create(replace(small, tripwires=TRAPS[:-1]))
+    armed = await happened(box, "tripwires_armed", "true")
+    assert armed["not_watched"] == ["masked-kernel-file"]
+    assert "missing_decoys" not in armed
+    decoy = f"cat {DECOY} > /dev/null"
+    seen = await happened(box, "tripwire", decoy, rule="decoy-ssh-key", act="read")
+    assert (seen["path"], seen["process"]["exe"]) == (DECOY, "/usr/bin/cat")
+    await happened(box, "tripwire", "echo > /etc/ld.so.preload; rm /etc/ld.so.preload", rule="loader-preload")
+    made = "mkdir -p /srv/answers; echo 1 > /tmp/new; mv /tmp/new /srv/answers/one"
+    moved = await happened(box, "tripwire", made, rule="answers", act="write", path="/srv/answers/one")
+    assert moved["process"]["exe"] == "/usr/bin/mv"
+    gone = await happened(box, "tripwire", "rm -f /srv/answers/one", rule="answers", act="remove")
+    assert gone["severity"] == "critical"
+    nap = await happened(box, "tripwire", "sleep 0.9", rule="nap", act="start")
+    assert nap["process"]["argv"] == ["sleep", "0.9"]
+    await box.checkpoints.create("before")
+    await box.checkpoints.revert("before")
+    await happened(box, "tripwire", decoy, await now(box), rule="decoy-ssh-key")
+    (child,) = await box.fork()
+    await happened(child, "tripwire", decoy, rule="decoy-ssh-key")
+    at = await now(box)
+    lost = await happened(box, "tripwires_lost", f"python3 -c '{LOOKOUT}'", at)
+    assert "ended" in lost["message"]
+    await happened(box, "tripwire", decoy, at, rule="decoy-ssh-key")
 
 
 async def until_it_changes(box: AsyncSandbox, before: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """The part of an edge in process that is about full machines: `dsec.edge.screened.Screened`.
 
 Invariants: whatever is done to a screen resumes a paused sandbox, as a command does; a revert replaces the instance in
-one step that its caller's going away doesn't cut, and ends the sandbox where it fails.
+one step that its caller's going away doesn't cut, begins again what serves and watches the one before, and ends the
+sandbox where it fails.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dsec.edge.commands import Commands
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks
+from dsec.edge.tripwires import Tripwires
 from dsec.errors import CreateFailed, DsecError, Unsupported
 from dsec.journal.records import Journal
 from dsec.ports import Usage
@@ -35,6 +37,7 @@ class ScreenCalls:
     _journal: Journal
     _lives: Lives
     _tasks: Tasks
+    _tripwires: Tripwires
 
     @abstractmethod
     def _usable(self, sandbox_id: str) -> Sandbox:
@@ -100,6 +103,7 @@ class ScreenCalls:
         self._lives.watch(sandbox, instance)
         self._commands.adopt(sandbox)
         await self._lives.networks.go_on(sandbox, instance)
+        await self._tripwires.adopt(sandbox)
         self._lives.notes.events.add(sandbox.id, EventType.REVERTED, {"name": name})
 
     @asynccontextmanager
