@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,20 @@ from dsec.backends.container.backend import ContainerBackend
 from dsec.edge.config import SystemClock
 from dsec.ports import Backend
 from dsec.testing.conformance import *  # noqa: F403
-from dsec.testing.conformance.kit import Feature
+from dsec.testing.conformance.kit import Feature, Keeper
 
 pytestmark = pytest.mark.root
 
 
 class ContainerFactory:
+    """One host for all tests: each opens it as the next edge does, beside a sandbox that goes from test to test."""
+
     features = Feature.LOCAL | {Feature.PROCESSES, Feature.KILL_GUEST, Feature.FAIL_CREATE, Feature.DISK_LIMIT}
     environment = "debian"
 
     def __init__(self, state: Path, run: Path) -> None:
         self.config = Config(state=state, run=run)
+        self.keeper = Keeper()
         self.backend: ContainerBackend | None = None
 
     def make(self) -> Backend:
@@ -48,6 +53,17 @@ class ContainerFactory:
         volume.make = fail  # type: ignore[method-assign]
 
 
-@pytest.fixture
-def factory(debian_state: Path, tmp_path: Path) -> ContainerFactory:
-    return ContainerFactory(debian_state, tmp_path / f"run-{os.getpid()}")  # its name is its cgroups'
+@pytest.fixture(scope="module")
+def factory(debian_module_state: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerFactory]:
+    run = tmp_path_factory.mktemp("host") / f"run-{os.getpid()}"  # its name is its cgroups'
+    made = ContainerFactory(debian_module_state, run)
+    yield made
+    asyncio.run(end_all(made))
+    assert not list((run / "volume").iterdir())
+
+
+async def end_all(factory: ContainerFactory) -> None:
+    """The sandbox that is kept, and what all stand on."""
+    backend = factory.make()
+    await backend.open({})
+    await backend.close(keep=False)
