@@ -21,6 +21,7 @@ from dsec.app import check_root, make_state, open_api, raise_open_files
 from dsec.cluster.apiserver import ClusterApi
 from dsec.cluster.audit import Audit
 from dsec.cluster.batches import Batches
+from dsec.cluster.bounds import Bounds
 from dsec.cluster.bus import Bus, open_bus
 from dsec.cluster.certificates import Certificate, make_certificate
 from dsec.cluster.creating import Creations
@@ -39,7 +40,7 @@ from dsec.cluster.moves import Moved, Moves, make_streams
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.numbers import settle
 from dsec.cluster.overflow import OverflowConfig, OverflowKeeper, Record, read_overflow
-from dsec.cluster.quotas import Bounds, Quotas
+from dsec.cluster.quotas import Quotas
 from dsec.cluster.runs import ClusterRuns, RunRecord
 from dsec.cluster.shipping import Shipper
 from dsec.cluster.spending import Spending

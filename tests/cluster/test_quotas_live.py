@@ -98,6 +98,75 @@ async def until(work: Callable[[], Awaitable[None]], holds: Callable[[], bool]) 
         await work()
 
 
+async def is_refused(*clients: AsyncClient) -> bool:
+    """Whether none of them may make one more."""
+    for client in clients:
+        try:
+            await client.create("debian", **SMALL)
+        except QuotaExceeded:
+            continue
+        return False
+    return True
+
+
+async def hold(*clients: AsyncClient) -> None:
+    """Returns when all apiservers have heard of a quota that allows nothing more."""
+    began = time.monotonic()
+    while not await is_refused(*clients):
+        assert time.monotonic() - began < 60
+        await asyncio.sleep(0.05)
+
+
+async def filled(place: ClusterPlace, project: str, *clients: AsyncClient, up_to: int) -> None:
+    """Make as many as may be made: so many live in the end, and never more."""
+    began = time.monotonic()
+    while True:
+        await is_refused(*clients)
+        live = (await place.ask("look"))["projects"].get(project, 0)
+        assert live <= up_to
+        if live == up_to and await is_refused(*clients):
+            return
+        assert time.monotonic() - began < 60, live
+
+
+async def test_what_was_there_before_a_quota_counts(place: ClusterPlace, root: AsyncClient) -> None:
+    """Creations and forks at both apiservers while nothing bounds them; then a quota that is lifted and set again."""
+    key = await key_of(root, "before", {})
+    async with AsyncClient(place.apis[0], key) as one, AsyncClient(place.apis[1], key) as two:
+        parent = await one.create("debian", **SMALL)
+        for limit in (8, 9):
+            forks = [each.id for each in await parent.fork(5)]
+            forks += [each.id for each in await (await two.connect(parent.id)).fork(6)]
+            await root.rights.change_project("before", quota={"sandboxes": limit})
+            await hold(one, two)
+            with pytest.raises(QuotaExceeded):
+                await parent.fork()
+            kept = {parent.id, *forks}
+            await one.kill_many([each.id for each in await one.list(limit=1000) if each.id not in kept])
+            await one.kill_many(forks[:2])
+            await asyncio.sleep(3.0)  # their nodes have told of it
+            assert await is_refused(two, one), "there is more than the quota allows still"
+            await one.kill_many(forks)
+            await filled(place, "before", one, two, up_to=limit)
+            await root.rights.change_project("before", quota={})
+            began = time.monotonic()
+            while await is_refused(two) or await is_refused(one):  # both have heard that there is none
+                assert time.monotonic() - began < 60
+
+
+async def test_a_quota_that_is_lowered_holds(place: ClusterPlace, root: AsyncClient) -> None:
+    key = await key_of(root, "lowered", {"sandboxes": 64})
+    async with AsyncClient(place.apis[0], key) as one, AsyncClient(place.apis[1], key) as two:
+        ids = [(await client.create("debian", **SMALL)).id for _ in range(6) for client in (one, two)]
+        await root.rights.change_project("lowered", quota={"sandboxes": 10})
+        await hold(one, two)
+        await one.kill_many(ids[:1])
+        await asyncio.sleep(3.0)
+        assert await is_refused(one, two)
+        await one.kill_many(ids[1:])
+        await filled(place, "lowered", one, two, up_to=10)
+
+
 async def test_e2b_forks_count_too(place: ClusterPlace, root: AsyncClient) -> None:
     key = await key_of(root, "e2b-forks", {"cpus": 3})
     async with AsyncClient(place.apis[0], key) as client:

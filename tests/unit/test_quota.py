@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from dsec.plan.quota import Charged, Holder, Ledger, block, give, shrink, take
+from dsec.plan.quota import Charged, Holder, Ledger, block, counted_in, give, raised, shrink, take, with_limit
 
 
 def test_shares_never_pass_the_limit() -> None:
@@ -23,6 +23,33 @@ def test_shares_never_pass_the_limit() -> None:
     assert got == 4
     assert shrink(ledger, "a", 1).held == ledger.held - 3
     assert block(1000, 4) == 31
+
+
+def test_what_was_there_before_a_limit_takes_its_part_of_it() -> None:
+    ledger = raised(Ledger(limit=10, new=True), "a", 4)
+    ledger = counted_in(ledger, {"gone": 5, "a": 2}, done=False)
+    assert (ledger.shares, ledger.new) == ({"a": 4, "gone": 5}, True), "some nodes can't be heard"
+    assert take(ledger, "a", 8, 1)[1] == 1
+    ledger = counted_in(ledger, {"gone": 9}, done=True)
+    assert (ledger.held, ledger.new) == (13, False)
+    assert take(ledger, "b", 1, 1)[1] == 0
+    assert raised(ledger, "gone", 1) == ledger
+    assert take(with_limit(shrink(ledger, "gone", 0), 5), "b", 8, 1)[1] == 1
+
+
+def test_what_ends_beyond_the_limit_makes_no_room() -> None:
+    holder = Holder("a", lambda account: [("lab", 1)], expiry_s=60.0)
+    holder.shares["lab"] = 10
+    holder.spend("lab", 1, 8, now=0.0)
+    assert holder.ledgers() == ["lab"]
+    holder.over.add("lab")
+    holder.report(1, "i", {"lab": Charged(8, 5)}, now=1.0)
+    assert (holder.free("lab"), holder.shares) == (0, {"lab": 5})
+    holder.recount()
+    assert holder.shares == {"lab": 5}
+    holder.over.clear()
+    holder.report(1, "i", {"lab": Charged(8, 3)}, now=2.0)
+    assert holder.free("lab") == 2
 
 
 def test_what_was_sent_counts_until_it_is_certain_that_it_never_arrived() -> None:

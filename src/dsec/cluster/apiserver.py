@@ -202,14 +202,14 @@ class ClusterApi:
         async def elsewhere() -> bool:
             return await self._moves.elsewhere(sandbox_id, edge)
 
-        if principal is not None and rest in ("fork", "verify") and self._spending.bounds(principal):
+        if principal is not None and rest == "fork":
             x.only("POST")
-            if rest == "fork":
-                await self._spending.fork(x, member, principal, sandbox_id, elsewhere, "authorization")
-            else:
-                await self._spending.verify(x, member, principal, sandbox_id, elsewhere)
-            return
-        await self._upstream.forward(x, member, principal, elsewhere=elsewhere)
+            await self._spending.fork(x, member, principal, sandbox_id, elsewhere, "authorization")
+        elif principal is not None and rest == "verify" and self._spending.bounds(principal):
+            x.only("POST")
+            await self._spending.verify(x, member, principal, sandbox_id, elsewhere)
+        else:
+            await self._upstream.forward(x, member, principal, elsewhere=elsewhere)
 
     async def _lost_trajectory(self, x: Exchange, principal: Principal, sandbox_id: str) -> None:
         """GET .../trajectory of a sandbox whose node is lost: what the streams have."""

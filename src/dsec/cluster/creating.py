@@ -61,7 +61,8 @@ class Creations:
         self._runs = runs
         self._jobs: dict[int, Job] = {}
         self._pumping = False
-        nodes.changed = quotas.pump = self.pump
+        nodes.changed = self.pump
+        quotas.call(self.pump)
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 

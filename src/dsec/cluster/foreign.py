@@ -115,7 +115,7 @@ class Foreign:
             return await self._moves.elsewhere(sandbox_id, edge)
 
         forks = x.scope["method"] == "POST" and x.scope["path"].rpartition("/")[2] == "fork"
-        if forks and principal is not None and self._spending.bounds(principal):
+        if forks and principal is not None:
             await self._spending.fork(x, member, principal, sandbox_id, elsewhere, _KEY)
         else:
             await self._upstream.forward(x, member, principal, key_header=_KEY, elsewhere=elsewhere)

@@ -1,11 +1,12 @@
 """What projects' quotas bound besides creations: forks, graders, function calls, judge runs, SandboxFusion's programs.
 
 Invariants: nothing of these reaches a node beyond the shares that this apiserver holds. A fork's child is spent as a
-creation is: it counts until its node's report has it, or nobody can have it any more. What is over with its request
-(calls, programs of the judge, graders) counts for as long as that request is open here: whatever ends it, a client, a
-node or this process that goes, ends both; and its node runs no more of it at a time than was granted.
+creation is, whether or not there is a quota now: it counts until its node's report has it, or nobody can have it any
+more. What is over with its request (calls, programs of the judge, graders) counts for as long as that request is open
+here: whatever ends it, a client, a node or this process that goes, ends both; and its node runs no more of it at a time
+than was granted.
 
-What a project that no quota bounds asks for is passed on unread.
+Calls and programs of a project that no quota bounds are passed on unread.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dsec.spec.cluster import Charged, Natural
 
@@ -25,6 +26,8 @@ class Ledger(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     limit: Natural
     shares: dict[str, Natural] = {}
+    new: bool = False
+    """Not all nodes have been asked yet what there was before the limit."""
 
     @property
     def held(self) -> int:
@@ -60,7 +63,19 @@ def shrink(ledger: Ledger, dead: str, charged: int) -> Ledger:
 def with_limit(ledger: Ledger, limit: int) -> Ledger:
     """Another limit. A lower one takes nothing away: holders get nothing more until enough has ended and been given
     back."""
-    return Ledger(limit=limit, shares=ledger.shares)
+    return replace(ledger, limit=limit)
+
+
+def raised(ledger: Ledger, holder: str, charged: int) -> Ledger:
+    """What is charged to a holder is its share, whatever the limit: it was there before that was, or was as low."""
+    return ledger if ledger.shares.get(holder, 0) >= charged else _with(ledger, holder, charged)
+
+
+def counted_in(ledger: Ledger, charged: Mapping[str, int], *, done: bool) -> Ledger:
+    """A new ledger has to count what is charged to others: to those that are gone, too. `done`: it is new no more."""
+    for holder, count in charged.items():
+        ledger = raised(ledger, holder, count)
+    return replace(ledger, new=not done)
 
 
 def _with(ledger: Ledger, holder: str, amount: int) -> Ledger:
@@ -69,7 +84,7 @@ def _with(ledger: Ledger, holder: str, amount: int) -> Ledger:
         shares[holder] = amount
     else:
         shares.pop(holder, None)
-    return Ledger(limit=ledger.limit, shares=shares)
+    return replace(ledger, shares=shares)
 
 
 def account_of(project: str, backend: str, cpus: float, memory_bytes: int) -> str:
@@ -121,6 +136,8 @@ class Holder:
         self.frozen = False
         """It can't know whether its shares are still its own: nothing passes."""
         self.shares: dict[str, int] = {}
+        self.over: set[str] = set()
+        """Ledgers of which there is more than their limit allows: what ends makes no room."""
         self._ledgers = ledgers
         self._expiry_s = expiry_s
         self._used: dict[str, int] = {}
@@ -133,6 +150,10 @@ class Holder:
     def used(self, ledger: str) -> int:
         """Charged to this holder, in flight or live."""
         return self._used.get(ledger, 0)
+
+    def ledgers(self) -> list[str]:
+        """Those to which anything is charged."""
+        return [ledger for ledger, used in self._used.items() if used]
 
     def free(self, account: str) -> int | None:
         """How many more may pass now; None: nothing bounds them here."""
@@ -210,11 +231,11 @@ class Holder:
                 said = Charged(track.taken, 0)
             elif said.live == track.live and said.taken == track.taken and not track.sent:
                 continue  # most are as they were
+            live = min(said.live, track.ever + self._beyond.get(edge, 0))
+            self._add(account, live - track.live)  # first: what has arrived isn't gone in between
+            track.live = live
             self._arrived(account, track, said.taken - track.taken)
             track.taken = max(track.taken, said.taken)
-            live = min(said.live, track.ever + self._beyond.get(edge, 0))
-            self._add(account, live - track.live)
-            track.live = live
             while track.sent and track.sent[0][0] < now - self._expiry_s:
                 self._arrived(account, track, int(track.sent[0][1]))
             if not track.pending and account not in charged and now - track.spent_at > 2 * self._expiry_s:
@@ -248,4 +269,6 @@ class Holder:
     def _add(self, account: str, count: int) -> None:
         if count:
             for each, cost in self._ledgers(account):
-                self._used[each] = self._used.get(each, 0) + count * cost
+                used = self._used[each] = self._used.get(each, 0) + count * cost
+                if count < 0 and each in self.over:
+                    self.shares[each] = min(self.shares.get(each, 0), used)
