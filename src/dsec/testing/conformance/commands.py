@@ -159,7 +159,7 @@ SLEEPER = "98765"
 """Seconds that nothing else sleeps: how a process is found again."""
 
 FIND = f"grep -lsxz '[{SLEEPER[0]}]{SLEEPER[1:]}' /proc/[0-9]*/cmdline; [ $? -lt 127 ]"
-"""Those with this argument, but not itself: one program, as a machine on an imitated CPU may have a hundred processes."""
+"""Those with this argument, but not itself: one program, as a machine on an imitated CPU may have many processes."""
 
 
 async def sleepers(sandboxes: Sandboxes, sandbox_id: str) -> int:
