@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsec.cli.progress import line
+from dsec.cli.progress import line, span
 
 MIB = 1 << 20
 
@@ -20,3 +20,14 @@ MIB = 1 << 20
 )
 def test_a_step_in_words(done: int, total: int, seconds: float, shown: str) -> None:
     assert line("fetching", done, total, seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("virtual_s", "rate", "shown"),
+    [
+        (0.0, 0.0, "seed 7  0 of 7,200 virtual s  0 %  40 live  0 virtual s/s"),
+        (1800.0, 45.0, "seed 7  1,800 of 7,200 virtual s  25 %  40 live  45 virtual s/s  2.0 min left"),
+    ],
+)
+def test_a_simulation_in_words(virtual_s: float, rate: float, shown: str) -> None:
+    assert span("seed 7", virtual_s, 7200.0, rate, 40) == shown

@@ -114,6 +114,23 @@ class TestDeadlines:
         assert deadlines.pop_due(1e9) == ["a"]
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 20))), max_size=200))
+    def test_changed_between_the_looks(self, changes: list[tuple[int, int | None]]) -> None:
+        """In the order of the times, and of the last word about each where those are equal."""
+        deadlines: Deadlines[int] = Deadlines()
+        model: dict[int, tuple[int, int]] = {}
+        for n, (key, due) in enumerate(changes):
+            now = n // 8
+            expected = sorted((said, each) for each, said in model.items() if said[0] <= now)
+            assert deadlines.pop_due(now) == [each for _, each in expected]
+            for _, each in expected:
+                del model[each]
+            assert deadlines.next_due() == min((said[0] for said in model.values()), default=None)
+            deadlines.set(key, due)
+            model.pop(key, None)
+            if due is not None:
+                model[key] = (due, n)
+
+    @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 20))), max_size=200))
     def test_like_a_plain_dictionary(self, changes: list[tuple[int, int | None]]) -> None:
         deadlines: Deadlines[int] = Deadlines()
         model: dict[int, int] = {}

@@ -1,13 +1,20 @@
-"""How far a copy is, on a terminal: bytes, rate, time left. One line, written again a few times a second."""
+"""How far long work is: one line on a terminal, written again a few times a second.
+
+Of a copy it says bytes, rate and time left.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 
 from dsec.cli.output import age, readable
 
 _EVERY_S = 0.2
+_LINE_S = 15.0
+"""The same where it is no terminal."""
+_LOOK_BACK_S = 60.0
 
 
 class Progress:
@@ -78,6 +85,53 @@ class Progress:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()
             self._width = 0
+
+
+class Virtual:
+    """How far a simulation is, by its own clock; where stderr is no terminal a line now and then."""
+
+    def __init__(self, label: str, total_s: float) -> None:
+        self._label = label
+        self._total_s = total_s
+        self._live = sys.stderr.isatty()
+        self._every_s = _EVERY_S if self._live else _LINE_S
+        self._began = self._shown_at = time.monotonic()
+        self._marks: deque[tuple[float, float]] = deque([(self._began, 0.0)], maxlen=round(_LOOK_BACK_S / _EVERY_S))
+        """(monotonic, virtual): the work of a virtual second grows as the cluster fills, so only the last ones tell
+        how long the others will take."""
+        self._width = 0
+
+    def __enter__(self) -> Virtual:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+
+    def at(self, virtual_s: float, live: int) -> None:
+        """It is `virtual_s` there; so many sandboxes are live."""
+        now = time.monotonic()
+        if now - self._marks[-1][0] >= _EVERY_S:
+            self._marks.append((now, virtual_s))
+        if now - self._shown_at < self._every_s:
+            return
+        self._shown_at = now
+        before, from_s = self._marks[0]
+        text = span(self._label, virtual_s, self._total_s, (virtual_s - from_s) / max(now - before, 1e-6), live)
+        if self._live:
+            sys.stderr.write("\r" + text.ljust(self._width))
+            self._width = max(self._width, len(text))
+        else:
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def span(label: str, virtual_s: float, total_s: float, rate: float, live: int) -> str:
+    """A simulation in words; `rate`: virtual seconds a second."""
+    text = f"{label}  {virtual_s:,.0f} of {total_s:,.0f} virtual s  {100 * virtual_s / total_s:.0f} %  {live:,} live"
+    text += f"  {rate:.3g} virtual s/s"
+    return f"{text}  {age((total_s - virtual_s) / rate)} left" if rate > 0 else text
 
 
 class Steps:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import click
 import msgspec
 
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
+from dsec.cli.progress import Virtual
 from dsec.errors import Unsupported
+
+
+class _Range(click.FloatRange):
+    """Without what is no number, which no bound refuses."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        return self.fail(f"{value} is no number.", param, ctx) if math.isnan(number) else number
 
 
 @click.command("sim")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same events.")
-@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="So many, from --seed on.")
-@click.option("--nodes", type=click.IntRange(1, 2000), default=16, show_default=True)
-@click.option("--hours", type=click.FloatRange(0.01, 1000), default=0.5, show_default=True, help="Of virtual time.")
-@click.option("--apiservers", type=click.IntRange(1, 32), default=3, show_default=True)
 @click.option(
-    "--faults", type=click.FloatRange(0), default=1.0, show_default=True, help="How much goes wrong; 0: nothing."
+    "--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many to run one after the other."
 )
-@click.option("--load", type=click.FloatRange(0.01, 10), default=1.0, show_default=True, help="Of the published one.")
+@click.option("--nodes", type=click.IntRange(1, 2000), default=16, show_default=True, help="Of 3,200 sandboxes each.")
+@click.option("--hours", type=_Range(0.01, 1000), default=0.5, show_default=True, help="Of virtual time.")
+@click.option("--apiservers", type=click.IntRange(1, 32), default=3, show_default=True, help="Of one cluster.")
+@click.option(
+    "--faults",
+    type=_Range(0, 1000),
+    default=1.0,
+    show_default=True,
+    help="How much goes wrong: 0 nothing, 1 some 200 faults in two hours of 160 nodes.",
+)
+@click.option(
+    "--load", type=_Range(0.01, 10), default=1.0, show_default=True, help="1: as published, 2,400 live a node."
+)
 @json_option
 def sim(  # noqa: PLR0917 (click passes by name)
     seed: int, seeds: int, nodes: int, hours: float, apiservers: int, faults: float, load: float, as_json: bool
@@ -26,7 +46,7 @@ def sim(  # noqa: PLR0917 (click passes by name)
     """Simulate a cluster with the real placement, fairness, watcher, quotas and fences.
 
     Nodes, network and store are simulated, and fail; sandboxes come and go as published for production. Exit code 3
-    where an invariant was broken: the seed replays it.
+    where an invariant was broken: the same seed and options replay it, to the same `digest`.
     """
     try:
         from dsec.testing.sim import SimConfig, simulate
@@ -34,7 +54,9 @@ def sim(  # noqa: PLR0917 (click passes by name)
         raise Unsupported("this needs the server's packages", remedy="pip install 'dsec[server]'") from error
     broken = 0
     for each in range(seed, seed + seeds):
-        outcome = simulate(SimConfig(seed=each, nodes=nodes, hours=hours, apis=apiservers, faults=faults, load=load))
+        config = SimConfig(seed=each, nodes=nodes, hours=hours, apis=apiservers, faults=faults, load=load)
+        with Virtual(f"seed {each}", hours * 3600) as progress:
+            outcome = simulate(config, progress.at)
         broken += outcome.invariant_violations
         if wants_json(as_json):
             write_json(outcome)

@@ -24,7 +24,9 @@ class Deadlines(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
-        self._current: dict[K, int] = {}
+        self._current: dict[K, tuple[float, int, int]] = {}
+        """When it is due, the generation of that, and the generation of its entry in the heap: what is only put off
+        again and again has one entry, which is moved when it comes up."""
         self._generation = 0
 
     def __len__(self) -> int:
@@ -35,31 +37,50 @@ class Deadlines(Generic[K]):
         if due is None:
             self._current.pop(key, None)
         else:
-            self._generation += 1
-            self._current[key] = self._generation
-            heapq.heappush(self._heap, (due, self._generation, key))
+            self._generation = new = self._generation + 1
+            known = self._current.get(key)
+            if known is not None and known[0] <= due:
+                self._current[key] = (due, new, known[2])
+                return
+            self._current[key] = (due, new, new)
+            heapq.heappush(self._heap, (due, new, key))
         if len(self._heap) > 2 * len(self._current) + _SLACK:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
     def next_due(self) -> float | None:
         """When to call `pop_due`; None: nothing is ever due."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        while self._heap:
+            if self._settle():
+                return self._heap[0][0]
+        return None
 
     def pop_due(self, now: float) -> list[K]:
         """Take out what is due at `now`, earliest first."""
         due = []
         while self._heap and self._heap[0][0] <= now:
-            entry = heapq.heappop(self._heap)
-            if self._is_current(entry):
-                del self._current[entry[2]]
-                due.append(entry[2])
+            if self._settle():
+                key = heapq.heappop(self._heap)[2]
+                del self._current[key]
+                due.append(key)
         return due
 
+    def _settle(self) -> bool:
+        """Whether the heap's first entry says what is true; else it is dropped, or moved to where it belongs."""
+        _, generation, key = self._heap[0]
+        known = self._current.get(key)
+        if known is None or known[2] != generation:
+            heapq.heappop(self._heap)
+            return False
+        if known[1] == generation:
+            return True
+        self._current[key] = (known[0], known[1], known[1])
+        heapq.heapreplace(self._heap, (known[0], known[1], key))
+        return False
+
     def _is_current(self, entry: tuple[float, int, K]) -> bool:
-        return self._current.get(entry[2]) == entry[1]
+        known = self._current.get(entry[2])
+        return known is not None and known[2] == entry[1]
 
 
 class Expiry(Struct, frozen=True):

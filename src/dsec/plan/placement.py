@@ -126,6 +126,7 @@ class _Node:
         self.ok = False
         self.layers: set[str] = set()
         self.in_runs: dict[str, int] = {}
+        """The report's own until something is placed there."""
 
 
 class _Suiting(Struct):
@@ -353,7 +354,9 @@ class Placer:
     # --- keeping count ----------------------------------------------------------------------------------------------
 
     def _put(self, node: _Node, ask: Ask, count: int) -> None:
-        node.overlaid = True
+        if not node.overlaid:
+            node.overlaid = True
+            node.in_runs = dict(node.in_runs)
         node.sent += count
         node.sent_bytes += count * ask.memory_bytes
         if ask.environment and ask.environment not in node.layers:
@@ -397,14 +400,15 @@ class Placer:
         if before == runs:
             return
         changed = [(run, count - before.get(run, 0)) for run, count in runs.items() if before.get(run) != count]
-        changed += [(run, -count) for run, count in before.items() if run not in runs]
+        if len(runs) - sum(run not in before for run, _ in changed) < len(before):
+            changed += [(run, -count) for run, count in before.items() if run not in runs]
         for run, more in changed:
             total = self._runs.get(run, 0) + more
             if total > 0:
                 self._runs[run] = total
             else:
                 del self._runs[run]
-        node.in_runs = dict(runs)
+        node.in_runs = runs
 
 
 def _steady(nodes: list[_Node]) -> list[_Node]:

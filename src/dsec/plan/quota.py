@@ -143,6 +143,8 @@ class Holder:
         self._used: dict[str, int] = {}
         self._tracks: dict[int, dict[str, _Track]] = {}
         self._instances: dict[int, str] = {}
+        self._rejoined: set[int] = set()
+        """Nodes with another claim, and no report since."""
         self._held: dict[str, int] = {}
         self._beyond: dict[int, int] = {}
         """What may be on a node of any account, beside what was spent."""
@@ -173,7 +175,10 @@ class Holder:
 
     def spend(self, account: str, edge: int, count: int, now: float) -> None:
         """`count` are about to be sent to a node; look at `free` first."""
-        track = self._tracks.setdefault(edge, {}).setdefault(account, _Track())
+        tracks = self._tracks.setdefault(edge, {})
+        track = tracks.get(account)
+        if track is None:
+            track = tracks[account] = _Track()
         track.sent.append([now, count])
         track.pending += count
         track.ever += count
@@ -204,6 +209,7 @@ class Holder:
 
     def joined(self, edge: int) -> None:
         """The node has made another claim: what is sent from now on is for that one."""
+        self._rejoined.add(edge)
         for track in self._tracks.get(edge, {}).values():
             track.before = track.pending
 
@@ -222,24 +228,32 @@ class Holder:
             for account, track in tracks.items():  # what the one before didn't take, this one won't
                 self._arrived(account, track, track.pending if track.before is None else track.before)
                 track.taken = 0
-        for track in tracks.values():
-            track.before = None
-        for account in {**tracks, **charged} if tracks or charged else ():
-            track = tracks.setdefault(account, _Track())
-            said = charged.get(account)
-            if said is None:
-                said = Charged(track.taken, 0)
-            elif said.live == track.live and said.taken == track.taken and not track.sent:
+        if edge in self._rejoined:
+            self._rejoined.remove(edge)
+            for track in tracks.values():
+                track.before = None
+        for account, said in charged.items():
+            found = tracks.get(account)
+            if found is None:
+                found = tracks[account] = _Track()
+            elif said.live == found.live and said.taken == found.taken and not found.sent:
                 continue  # most are as they were
-            live = min(said.live, track.ever + self._beyond.get(edge, 0))
-            self._add(account, live - track.live)  # first: what has arrived isn't gone in between
-            track.live = live
-            self._arrived(account, track, said.taken - track.taken)
-            track.taken = max(track.taken, said.taken)
-            while track.sent and track.sent[0][0] < now - self._expiry_s:
-                self._arrived(account, track, int(track.sent[0][1]))
-            if not track.pending and account not in charged and now - track.spent_at > 2 * self._expiry_s:
-                del tracks[account]  # not before the last of what was sent must have been reported
+            self._reported(edge, account, found, said, now)
+        if len(tracks) > len(charged):
+            for account in [each for each in tracks if each not in charged]:
+                track = tracks[account]
+                self._reported(edge, account, track, Charged(track.taken, 0), now)
+                if not track.pending and now - track.spent_at > 2 * self._expiry_s:
+                    del tracks[account]  # not before the last of what was sent must have been reported
+
+    def _reported(self, edge: int, account: str, track: _Track, said: Charged, now: float) -> None:
+        live = min(said.live, track.ever + self._beyond.get(edge, 0))
+        self._add(account, live - track.live)  # first: what has arrived isn't gone in between
+        track.live = live
+        self._arrived(account, track, said.taken - track.taken)
+        track.taken = max(track.taken, said.taken)
+        while track.sent and track.sent[0][0] < now - self._expiry_s:
+            self._arrived(account, track, int(track.sent[0][1]))
 
     def settled(self, edge: int) -> bool:
         """Whether nothing is on its way to a node: a report that says what the last one said changes nothing."""
@@ -251,6 +265,7 @@ class Holder:
             self._add(account, -track.pending - track.live)
         self._instances.pop(edge, None)
         self._beyond.pop(edge, None)
+        self._rejoined.discard(edge)
 
     def _arrived(self, account: str, track: _Track, count: int) -> None:
         """`count` of what was sent are no longer in flight; the oldest are taken to be those, so that one which is lost

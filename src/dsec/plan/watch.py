@@ -211,6 +211,8 @@ class Watch:
         return Health.SLOW if node.slow >= policy.slow_reports or node.follies >= policy.follies else Health.WELL
 
     def _flaps(self, node: _Watched, now: float) -> bool:
+        if not node.flaps:
+            return False
         policy = self.policy
         recent = sum(1 for at in node.flaps if now - at < policy.flap_s)
         return recent >= policy.flaps and now - node.well_since < policy.calm_s

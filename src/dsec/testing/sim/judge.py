@@ -53,24 +53,25 @@ class Judge:
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
-    def made(self, node: Node, each: Sandbox) -> None:
-        """A node has put it on record."""
-        world = self.world
-        self.creates[int(world.engine.now)] += 1
-        world.came[each.request.number] += 1
-        self.layer_hits += node.edge in world.had_layers[each.request.number]
+    def made(self, node: Node, request: Request, made: list[Sandbox]) -> None:
+        """A node has put some of a request on record."""
+        world, count = self.world, len(made)
+        self.creates[int(world.engine.now)] += count
+        world.came[request.number] += count
+        self.layer_hits += count * (node.edge in world.had_layers[request.number])
         if world.fenced(node):
             return  # it doesn't know yet; nobody is going to be served there
-        key = (each.request.number, each.index)
-        if key in self._owners:
-            self.violated(f"twice: {key} on {node.name}")
-            return
-        each.owned = True
-        self._owners[key] = each
-        self.live += 1
+        for each in made:
+            if each.key in self._owners:
+                self.violated(f"twice: {each.key} on {node.name}")
+                count -= 1
+            else:
+                each.owned = True
+                self._owners[each.key] = each
+        self.live += count
         self.live_peak = max(self.live_peak, self.live)
-        for ledger in world.ledgers(each.request.project):
-            self._projects[ledger] += 1
+        for ledger in world.ledgers(request.project):
+            self._projects[ledger] += count
             if self._projects[ledger] > world.limit(ledger):
                 self.violated(f"quota: {ledger} has {self._projects[ledger]} of {world.limit(ledger)}")
 
@@ -93,7 +94,7 @@ class Judge:
     def _disown(self, each: Sandbox) -> None:
         if each.owned:
             each.owned = False
-            del self._owners[each.request.number, each.index]
+            del self._owners[each.key]
             self.live -= 1
             for ledger in self.world.ledgers(each.request.project):
                 self._projects[ledger] -= 1

@@ -37,13 +37,12 @@ _NONE = Charged(0, 0)
 class Sandbox:
     """One on a node."""
 
-    __slots__ = ("holder", "incarnation", "index", "memory", "owned", "request", "running")
+    __slots__ = ("holder", "key", "memory", "owned", "request", "running")
 
-    def __init__(self, request: Request, index: int, holder: str, incarnation: int) -> None:
+    def __init__(self, request: Request, index: int, holder: str) -> None:
         self.request = request
-        self.index = index
+        self.key = (request.number, index)
         self.holder = holder
-        self.incarnation = incarnation
         self.memory: int = request.memory_bytes
         self.running = False
         self.owned = False
@@ -105,10 +104,13 @@ class Node:
         self.projects: dict[str, int] = {}
         self.runs: dict[str, int] = {}
         self.charged: dict[str, dict[str, Charged]] = {}
+        self._charged_said: dict[str, dict[str, Charged]] = {}
+        """What the last report said of those holders of which nothing has changed since."""
         self.taken: dict[str, int] = {}
         self.leases: Deadlines[str] = Deadlines()
         self._create_ms = 0.0
-        self._layers: tuple[str, ...] = tuple(self.layers)
+        self._layers: tuple[str, ...] | None = tuple(self.layers)
+        """As a report says them; None: they are others since the last one."""
         self._generation = self.boot * 1000 + self._starts
 
     # --- its life ---------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Node:
         now = self.world.engine.now
         self.world.judge.serves(self)
         for each in self.sandboxes.values():
-            self._count(each, 1)
+            self._count(each.request, each.holder, 1)
             self.live += 1
             self.memory += each.memory
             self.leases.set(each.request.run, now + each.request.lease_s)  # while it was away nobody could renew
@@ -201,6 +203,12 @@ class Node:
 
     def report(self) -> NodeReport:
         assert self.claim is not None
+        if self._layers is None:
+            self._layers = tuple(sorted(self.layers))
+        said = self._charged_said
+        for holder, by in self.charged.items():
+            if holder not in said:
+                said[holder] = dict(by)
         return NodeReport(
             edge=self.edge,
             instance=self.instance,
@@ -215,7 +223,7 @@ class Node:
             runs=dict(self.runs),
             layers=self._layers,
             taken=dict(self.taken),
-            charged={holder: dict(by) for holder, by in self.charged.items()},
+            charged=dict(said),
         )
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
@@ -239,16 +247,13 @@ class Node:
             return 0
         room = min(self.limits.max_queued - len(self.queue), self.limits.max_live - self.live - len(self.queue))
         taken = max(0, min(part.count, room))
-        assert self.claim is not None
-        for index in range(part.first, part.first + taken):
-            each = Sandbox(request, index, order.holder, self.claim.incarnation)
-            self.sandboxes[request.number, index] = each
-            self.queue.append(each)
-            self._count(each, 1)
-            self.world.judge.made(self, each)
         if taken:
-            by = self.charged[order.holder]
-            by[request.project] = Charged(by[request.project].taken + taken, by[request.project].live)
+            made = [Sandbox(request, index, order.holder) for index in range(part.first, part.first + taken)]
+            for each in made:
+                self.sandboxes[each.key] = each
+            self.queue += made
+            self.world.judge.made(self, request, made)
+            self._count(request, order.holder, taken, taken)
             self.taken[order.holder] = self.taken.get(order.holder, 0) + taken
             self.leases.set(request.run, self.world.engine.now + request.lease_s)
             self.pump()
@@ -285,7 +290,7 @@ class Node:
         layers[environment] = None
         if len(layers) > LAYERS:
             layers.popitem(last=False)
-        self._layers = tuple(sorted(layers))
+        self._layers = None
         return PULL_S
 
     def _made(self, each: Sandbox, generation: int, seconds: float) -> None:
@@ -300,8 +305,7 @@ class Node:
 
     def _over(self, each: Sandbox, boot: int) -> None:
         """It has lived its time."""
-        key = (each.request.number, each.index)
-        if boot != self.boot or self.sandboxes.get(key) is not each:
+        if boot != self.boot or self.sandboxes.get(each.key) is not each:
             return
         if not self.up or self.claim is None:
             self.world.engine.after(RETRY_S, self._over, each, boot)  # the next process sees that it is due
@@ -310,17 +314,20 @@ class Node:
         self.pump()
 
     def _end(self, each: Sandbox, cause: str) -> None:
-        del self.sandboxes[each.request.number, each.index]
-        self._count(each, -1)
+        del self.sandboxes[each.key]
+        self._count(each.request, each.holder, -1)
         self.live -= 1
         self.memory -= each.memory
         self.world.judge.ended(self, each, cause)
 
-    def _count(self, each: Sandbox, change: int) -> None:
-        request = each.request
-        by = self.charged.setdefault(each.holder, {})
-        said = by.get(request.project, _NONE)
-        by[request.project] = Charged(said.taken, said.live + change)
+    def _count(self, request: Request, holder: str, change: int, taken: int = 0) -> None:
+        """So many more are here, of which some were just taken."""
+        by = self.charged.get(holder)
+        if by is None:
+            by = self.charged[holder] = {}
+        self._charged_said.pop(holder, None)
+        known = by.get(request.project, _NONE)
+        by[request.project] = Charged(known.taken + taken, known.live + change)
         for counts, name in ((self.projects, request.project), (self.runs, request.run)):
             left = counts.get(name, 0) + change
             if left:

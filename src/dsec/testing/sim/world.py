@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -195,7 +195,8 @@ class World:
 
     def _next_fault(self) -> None:
         mean_s = 7200 / (200 * self.config.faults) * max(1.0, PRODUCTION_NODES / self.config.nodes / 8)
-        self.engine.after(self._rng.expovariate(1 / mean_s), self._fault)
+        if mean_s < 1e9:  # else never
+            self.engine.after(self._rng.expovariate(1 / mean_s), self._fault)
 
     def _fault(self) -> None:
         """One of the things that happen to clusters."""
@@ -282,15 +283,16 @@ class World:
         self.network.cut_bus.discard(api.name)
 
 
-def simulate(config: SimConfig) -> Outcome:
-    """Run it to its end. The same configuration gives the same outcome, `wall_s` apart."""
+def simulate(config: SimConfig, progress: Callable[[float, int], None] = lambda now, live: None) -> Outcome:
+    """Run it to its end. The same configuration gives the same outcome, `wall_s` apart. `progress`: called each second
+    of virtual time, with that and how many are live."""
     began = time.perf_counter()
     world = World(config)
     world.begin()
     collects = gc.isenabled()
     gc.disable()  # nothing here makes cycles, and to look through all sandboxes again and again takes most of the time
     try:
-        world.engine.run(config.hours * 3600)
+        world.engine.run(config.hours * 3600, lambda: progress(world.engine.now, world.judge.live))
     finally:
         if collects:
             gc.enable()
