@@ -265,7 +265,7 @@ def test_a_directory_that_is_swapped_for_a_link_leads_nowhere(store: LayerStore,
 
 @pytest.mark.parametrize(
     ("limit", "what"),
-    [("data_bytes", "content"), ("file_bytes", "holes"), ("entries", "entries"), ("path_bytes", "names")],
+    [("data_bytes", "content"), ("file_bytes", "holes"), ("entries", "entries"), ("metadata_bytes", "names")],
 )
 def test_a_layer_has_a_budget(store: LayerStore, tmp_path: Path, limit: str, what: str) -> None:
     (tmp_path / "t").mkdir()

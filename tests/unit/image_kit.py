@@ -24,11 +24,11 @@ from free_port import free_port
 OCI = "application/vnd.oci.image"
 
 
-def tar(*entries: tuple[str, Any], **defaults: Any) -> bytes:
+def tar(*entries: tuple[str, Any], everywhere: dict[str, str] | None = None, **defaults: Any) -> bytes:
     """An archive. Of each entry: its name, and bytes (a file), None (a directory), a string (a symbolic link), or a
-    dictionary of TarInfo's fields, with `data`."""
+    dictionary of TarInfo's fields, with `data`. `everywhere`: its global header."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers=everywhere) as archive:
         for name, what in entries:
             info = tarfile.TarInfo(name)
             info.mode, info.mtime = 0o644, 1_600_000_000

@@ -233,12 +233,43 @@ def test_sparse_files_are_refused_by_name() -> None:
 
 def test_a_budget_bounds_everything() -> None:
     many = tar(*[(f"f{n}", b"%d" % n * 2000) for n in range(100)])
-    for budget in (Budget(entries=50), Budget(data_bytes=5000), Budget(file_bytes=5000), Budget(path_bytes=100)):
+    for budget in (Budget(entries=50), Budget(data_bytes=5000), Budget(file_bytes=5000), Budget(metadata_bytes=100)):
         with pytest.raises(TooLarge):
             read(many, budget=budget)
     deep = tar(*[(f"{n}/" * 400 + "f", b"") for n in range(100)])
     with pytest.raises(TooLarge, match="entries"):
         read(deep, budget=Budget(entries=1000))
+
+
+METADATA: dict[str, tuple[list[tuple[str, Any]], dict[str, str]]] = {
+    "links": ([(f"l{n}", "t" * 4000) for n in range(60)], {}),
+    "tiny files": ([(f"f{n}", b"x" * 1000) for n in range(400)], {}),
+    "attributes of each": ([(f"f{n}", {"pax_headers": {"SCHILY.xattr.user.a": "v" * 30_000}}) for n in range(20)], {}),
+    "attributes of all": ([(f"f{n}", b"") for n in range(20)], {f"SCHILY.xattr.user.{n}": "" for n in range(300)}),
+    "attributes that are dropped": (
+        [(f"f{n}", b"") for n in range(20)],
+        {f"SCHILY.xattr.security.{n}": "" for n in range(300)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_what_is_held_in_memory_is_bounded_together(what: str) -> None:
+    """A small archive, packed smaller still, must not become gigabytes of the server's memory."""
+    entries, everywhere = METADATA[what]
+    archive = tar(*entries, everywhere=everywhere)
+    assert read(archive) is not None
+    with pytest.raises(TooLarge, match="attributes"):
+        read(archive, budget=Budget(metadata_bytes=200_000))
+
+
+def test_attributes_beyond_what_a_file_can_have_are_refused_at_once() -> None:
+    archive = tar(*[(f"f{n}", b"") for n in range(50)], everywhere={f"SCHILY.xattr.user.{n}": "" for n in range(25_000)})
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="attributes"):
+        read(archive)
+    assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    tracemalloc.stop()
 
 
 def test_what_is_cut_off_or_nonsense_says_so() -> None:

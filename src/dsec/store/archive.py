@@ -16,6 +16,7 @@ from typing import Protocol
 from dsec.errors import InvalidRequest
 from dsec.store.data import LayerData
 from dsec.store.directory import MAX_DEPTH, keep_xattr
+from dsec.store.erofs import MAX_XATTR_BYTES
 from dsec.store.tar import Header, TarReader
 from dsec.store.tree import OPAQUE, Node, directory, whiteout
 
@@ -75,7 +76,8 @@ class _Archive:
 
     def read(self, reader: Entries) -> Node:
         for header in reader:
-            self._data.budget.take(entries=1, path=len(header.name))
+            self._data.budget.take(entries=1, metadata=len(header.name) + len(header.target))
+            self._data.budget.take_xattrs(header.xattrs)
             parts = _parts(header.name)
             if not parts:
                 if header.kind == b"5":
@@ -132,6 +134,8 @@ class _Archive:
         opaque = {OPAQUE: b"y"} if node.is_opaque else {}
         node.mode = stat.S_IFMT(node.mode) | (0o777 if node.is_link else header.mode)
         node.uid, node.gid, node.mtime_ns = header.uid, header.gid, header.mtime_ns
+        if sum(len(name) + len(value) for name, value in header.xattrs.items()) > MAX_XATTR_BYTES:
+            raise InvalidRequest(f"the archive has more attributes than a file can have: {header.name[:200]!r}")
         node.xattrs = {name: value for name, value in header.xattrs.items() if keep_xattr(name, value)} | opaque
 
     def _linked(self, header: Header) -> Node:
@@ -185,7 +189,7 @@ class _Archive:
         if below is not None and below.is_link:
             return below
         child = _like(below) if below is not None and below.is_dir else directory()
-        self._data.budget.take(entries=1, path=len(part))
+        self._data.budget.take(entries=1, metadata=len(part))
         here.children[part] = child
         self._pair(child, here, part)
         return child

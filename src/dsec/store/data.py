@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from typing import BinaryIO
@@ -27,6 +27,8 @@ _BEHIND = 64
 """Chunks that may wait for their digest."""
 _WRITEBACK_BYTES = 8 << 20
 _ZEROS = bytes(BLOCK)
+_XATTR_COST = 64
+"""Of one attribute, beside its bytes."""
 _hashers = ThreadPoolExecutor(2, thread_name_prefix="dsec-hash")
 
 Piece = bytes | memoryview
@@ -41,29 +43,33 @@ class Budget:
         data_bytes: int = 256 * GIB,
         file_bytes: int = 1024 * GIB,
         entries: int = 4_000_000,
-        path_bytes: int = 1 << 30,
+        metadata_bytes: int = 1 << 30,
     ) -> None:
-        """`data_bytes`: on disk. `file_bytes`: the largest sum of all files' sizes, holes included. `path_bytes`: of
-        all names."""
+        """`data_bytes`: on disk. `file_bytes`: the largest sum of all files' sizes, holes included. `metadata_bytes`:
+        of what is held in memory until the image is written: names, links' targets, attributes, tiny files."""
         self.data_bytes = data_bytes
         self.file_bytes = file_bytes
         self.entries = entries
-        self.path_bytes = path_bytes
+        self.metadata_bytes = metadata_bytes
 
-    def take(self, *, data: int = 0, file: int = 0, entries: int = 0, path: int = 0) -> None:
+    def take(self, *, data: int = 0, file: int = 0, entries: int = 0, metadata: int = 0) -> None:
         """Spend. Raises `TooLarge`."""
         self.data_bytes -= data
         self.file_bytes -= file
         self.entries -= entries
-        self.path_bytes -= path
+        self.metadata_bytes -= metadata
         for left, what in (
             (self.data_bytes, "bytes of content"),
             (self.file_bytes, "bytes in files, holes included"),
             (self.entries, "entries"),
-            (self.path_bytes, "bytes of names"),
+            (self.metadata_bytes, "bytes of names, links, attributes and tiny files"),
         ):
             if left < 0:
                 raise TooLarge(f"the layer is larger than one may be: too many {what}", remedy="Split it.")
+
+    def take_xattrs(self, xattrs: Mapping[bytes, bytes]) -> None:
+        """Spend what a file's attributes take in memory, also where they are empty. Raises `TooLarge`."""
+        self.take(metadata=sum(len(name) + len(value) + _XATTR_COST for name, value in xattrs.items()))
 
 
 class _Digests:
@@ -132,6 +138,7 @@ class LayerData:
         if size == 0:
             return EMPTY
         if size <= INLINE_BYTES:
+            self.budget.take(metadata=size)
             return Content(size, _exactly(read, size))
         if size <= _SMALL:
             return self._add_small(_exactly(read, size))

@@ -130,7 +130,7 @@ class DirectoryReader:
 
     def _entry(self, parent: int, name: str) -> tuple[Node, int]:
         """The entry, and its descriptor where it is a directory."""
-        self._data.budget.take(entries=1, path=len(os.fsencode(name)))
+        self._data.budget.take(entries=1, metadata=len(os.fsencode(name)))
         found = os.stat(name, dir_fd=parent, follow_symlinks=False)
         path = f"/proc/self/fd/{parent}/{name}"
         if stat.S_ISDIR(found.st_mode):
@@ -146,6 +146,7 @@ class DirectoryReader:
         node = self._node(found, path)
         if node.is_link:
             node.target = os.fsencode(os.readlink(name, dir_fd=parent))
+            self._data.budget.take(metadata=len(node.target))
         elif node.is_file:
             file = os.open(name, _FILE, dir_fd=parent)
             try:
@@ -176,6 +177,7 @@ class DirectoryReader:
         for name in names:
             value = os.getxattr(path, name, follow_symlinks=False)
             encoded = os.fsencode(name)
+            self._data.budget.take_xattrs({encoded: value})
             if keep_xattr(encoded, value):
                 found[encoded] = self._shifted(encoded, value) if self._id_base else value
         return found
