@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import stat
+import struct
 import subprocess
 import sys
 import tarfile
@@ -109,10 +112,48 @@ def test_an_archive_and_a_layout_of_this_machine(server: Server, tmp_path: Path,
     image = busybox(Env=["PATH=/bin"])
     archive = image.write_docker_archive(tmp_path / "image.tar")
     layout = image.write_layout(tmp_path / "layout")
-    dsec(server, "layer", "import", archive, "from-archive")
+    dsec(server, "layer", "import", archive, "from-archive", "--reader", "one", "--reader", "two")
     dsec(server, "layer", "import", layout, "from-layout")
-    layers = [client.catalog.environment(name)["environment"]["layers"] for name in ("from-archive", "from-layout")]
-    assert layers[0] == layers[1]
+    made = [client.catalog.environment(name)["environment"] for name in ("from-archive", "from-layout")]
+    assert made[0]["layers"] == made[1]["layers"]
+    assert made[0]["readers"] == ["one", "two"]
+
+
+def test_what_a_directory_has_survives_as_a_layer(server: Server, tmp_path: Path, client: Client) -> None:
+    """Packed by the command line, sent, made, written out again."""
+    top = tmp_path / "top"
+    (top / "opaque").mkdir(parents=True)
+    (top / "tool").write_bytes(b"x" * 3000)
+    (top / "again").hardlink_to(top / "tool")
+    os.chown(top / "tool", 70, 71)
+    (top / "tool").chmod(0o4755)
+    os.utime(top / "tool", ns=(0, 1_700_000_000_123_456_789))
+    capability = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
+    os.setxattr(top / "tool", "security.capability", capability)
+    os.setxattr(top / "tool", "user.note", b"\xff\0binary")
+    os.setxattr(top / "opaque", "trusted.overlay.opaque", b"y")
+    os.mknod(top / "gone", stat.S_IFCHR, 0)
+    os.mknod(top / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    dsec(server, "layer", "build", top, "whole@1", "--keep-owners")
+    dsec(server, "layer", "build", top, "roots@1")
+    with tarfile.open(fileobj=io.BytesIO(exported(server, tmp_path, "whole@1"))) as archive:
+        found = {info.name: info for info in archive}
+    assert found["again"].mode == 0o4755
+    assert (found["again"].uid, found["again"].gid) == (70, 71)
+    assert found["again"].pax_headers["mtime"] == "1700000000.123456789"
+    assert found["again"].pax_headers["SCHILY.xattr.security.capability"].encode() == capability
+    assert found["again"].pax_headers["SCHILY.xattr.user.note"].encode("utf-8", "surrogateescape") == b"\xff\0binary"
+    assert found["tool"].linkname == "again"
+    assert ".wh.gone" in found
+    assert "opaque/.wh..wh..opq" in found
+    assert (found["null"].devmajor, found["null"].devminor) == (1, 3)
+    with tarfile.open(fileobj=io.BytesIO(exported(server, tmp_path, "roots@1"))) as archive:
+        assert archive.getmember("again").uid == 0
+
+
+def exported(server: Server, top: Path, name: str) -> bytes:
+    dsec(server, "layer", "export", name, top / "exported.tar")
+    return (top / "exported.tar").read_bytes()
 
 
 def test_sixty_layers_are_stacked_and_the_topmost_wins(client: Client, tmp_path: Path) -> None:

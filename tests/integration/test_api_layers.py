@@ -46,6 +46,15 @@ async def test_only_the_nodes_own_project_collects_garbage(server: Served, tmp_p
     assert not meta.exists()
 
 
+async def test_an_upload_names_its_readers(server: Served) -> None:
+    await server.raw("POST", "/v1/layers:upload?name=tools@1&reader=a&reader=b", tree())
+    for project, seen in (("a", 200), ("b", 200), ("c", 404)):
+        key = await server.edge.create_key(project, "reader")
+        assert (await server.raw("GET", "/v1/layers/tools@1", key=key))[0] == seen
+    status, code, _ = await server.error("POST", "/v1/layers:upload?name=tools@2&name=tools@3", tree())
+    assert (status, code) == (400, "invalid_request")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

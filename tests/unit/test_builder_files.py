@@ -3,16 +3,19 @@ sandbox."""
 
 from __future__ import annotations
 
+import asyncio
 import bz2
 import gzip
 import lzma
+import random
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from image_kit import tar
 
 from dsec.builder.copying import Copy, Entries, Owner, find_sources, owner_of, text_source
@@ -23,9 +26,17 @@ from dsec.recipe.ignore import Ignored
 from dsec.store.archive import place_entries, read_layer
 from dsec.store.data import LayerData
 from dsec.store.directory import DirectoryReader
+from dsec.store.environments import EnvironmentStore
 from dsec.store.layers import LayerStore
+from dsec.store.service import LayerService
 from dsec.store.tree import Node, directory, walk
 
+FORMS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "bzip2": lambda data: bz2.compress(data, 1),
+    "xz": lzma.compress,
+    "zstd": zstandard.compress,
+}
 IMAGE = (
     ("etc/passwd", b"root:x:0:0::/root:/bin/sh\nworker:x:70:71::/:\n"),
     ("etc/group", b"root:x:0:\nstaff:x:50:\n"),
@@ -72,6 +83,7 @@ def context(tmp_path: Path) -> Iterator[Files]:
         ("packed.tgz", gzip.compress(inner, mtime=0)),
         ("packed.bz2", bz2.compress(inner)),
         ("packed.xz", lzma.compress(inner)),
+        ("packed.zst", zstandard.compress(inner)),
         ("text.gz", gzip.compress(b"no archive", mtime=0)),
     ]
     (tmp_path / "context.tar").write_bytes(tar(*entries))
@@ -131,7 +143,7 @@ def test_files_by_name_and_by_pattern(store: LayerStore, image: Layers, context:
         copied(store, image, context, ["src"], "/file")
 
 
-@pytest.mark.parametrize("name", ["plain.tar", "packed.tgz", "packed.bz2", "packed.xz"])
+@pytest.mark.parametrize("name", ["plain.tar", "packed.tgz", "packed.bz2", "packed.xz", "packed.zst"])
 def test_archives_are_unpacked_by_add(store: LayerStore, image: Layers, context: Files, name: str) -> None:
     assert copied(store, image, context, [name], "/opt/x/", unpack=True) == {
         "opt": "700 9:0 /",
@@ -142,6 +154,33 @@ def test_archives_are_unpacked_by_add(store: LayerStore, image: Layers, context:
         "opt/x/up": "777 0:0 ../x",
     }
     assert list(copied(store, image, context, [name], "/x/")) == ["x", f"x/{name}"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("harm", ["cut off", "damaged"])
+def test_broken_archives_are_the_callers_fault(store: LayerStore, tmp_path: Path, form: str, harm: str) -> None:
+    """In ADD, as a build's context, as a layer."""
+    whole = FORMS[form](tar(("a", b"1"), *((f"f{n}", random.Random(n).randbytes(9000)) for n in range(40))))
+    half = len(whole) // 2
+    bad = whole[:half] if harm == "cut off" else whole[:half] + bytes(2000) + whole[half + 2000 :]
+    (tmp_path / "bad").write_bytes(bad)
+    with (
+        (tmp_path / "data").open("x+b") as data,
+        pytest.raises(InvalidRequest, match=r"the context|the archive|early|damaged"),
+    ):
+        load_archive(tmp_path / "bad", data)
+    (tmp_path / "context").write_bytes(tar(("bad", bad)))
+    with (tmp_path / "more").open("x+b") as data:
+        files = load_archive(tmp_path / "context", data)
+        copy = Copy(files, find_sources(files, ["bad"]), b"/", into=True, unpack=True)
+        with store.making() as maker, pytest.raises(InvalidRequest, match=r"the archive|early|damaged"):
+            place_entries(Entries([copy], Files(directory(), lambda _: None)), maker.data, directory())
+    with pytest.raises(InvalidRequest, match=r"the archive|early|damaged"):
+        asyncio.run(
+            LayerService(EnvironmentStore(tmp_path / "state", store)).build_archive(
+                tmp_path / "bad", "base", lambda _: None
+            )
+        )
 
 
 def test_what_is_no_archive_is_copied_by_add(store: LayerStore, image: Layers, context: Files) -> None:

@@ -264,7 +264,9 @@ def test_what_is_held_in_memory_is_bounded_together(what: str) -> None:
 
 
 def test_attributes_beyond_what_a_file_can_have_are_refused_at_once() -> None:
-    archive = tar(*[(f"f{n}", b"") for n in range(50)], everywhere={f"SCHILY.xattr.user.{n}": "" for n in range(25_000)})
+    archive = tar(
+        *[(f"f{n}", b"") for n in range(50)], everywhere={f"SCHILY.xattr.user.{n}": "" for n in range(25_000)}
+    )
     tracemalloc.start()
     with pytest.raises(InvalidRequest, match="attributes"):
         read(archive)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -184,12 +184,13 @@ class Exchange:
                     self._query.setdefault(unquote_to_bytes(name).decode("latin-1"), []).append(unquote_to_bytes(value))
         return self._query
 
-    def check_query(self, *known: str) -> None:
-        """Raise `InvalidRequest` for an argument that isn't known: a mistyped one must not be ignored."""
+    def check_query(self, *known: str, often: Collection[str] = ()) -> None:
+        """Raise `InvalidRequest` for an argument that isn't known: a mistyped one must not be ignored. `often`: those
+        that may come more than once."""
         for name, values in self.query.items():
             if name not in known:
                 raise InvalidRequest(f"unknown argument {name!r}", remedy=f"known: {', '.join(known) or 'none'}")
-            if len(values) > 1:
+            if len(values) > 1 and name not in often:
                 raise InvalidRequest(f"argument {name!r} was given more than once")
 
     def raw(self, name: str) -> bytes | None:
@@ -199,11 +200,12 @@ class Exchange:
 
     def text(self, name: str) -> str | None:
         """An argument as text. Raises `InvalidRequest` where it isn't UTF-8."""
-        value = self.raw(name)
-        if value is None:
-            return None
+        return next(iter(self.texts(name)), None)
+
+    def texts(self, name: str) -> Sequence[str]:
+        """An argument that may come more than once. Raises `InvalidRequest` where it isn't UTF-8."""
         try:
-            return value.decode()
+            return [value.decode() for value in self.query.get(name, ())]
         except UnicodeDecodeError:
             raise InvalidRequest(f"argument {name!r} is not UTF-8") from None
 

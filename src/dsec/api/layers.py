@@ -67,7 +67,8 @@ class UploadArguments(Struct, frozen=True):
     tag: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     """Of an image, where the archive has several."""
     platform: Annotated[str, Meta(min_length=1, max_length=100, examples=["linux/arm64"])] | None = None
-    reader: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    reader: Readers = []
+    """Projects that may use it too; `*`: all."""
 
 
 class MergeRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -217,13 +218,14 @@ class Layers:
     async def upload(self, x: Exchange) -> None:
         """POST /v1/layers:upload"""
         x.only("POST")
-        x.check_query(*UploadArguments.__struct_fields__)
+        x.check_query(*UploadArguments.__struct_fields__, often=["reader"])
         project = x.project()
+        asked = {each: x.texts(each) if each == "reader" else x.text(each) for each in x.query}
         try:
-            given = msgspec.convert({each: x.text(each) for each in x.query}, UploadArguments)
+            given = msgspec.convert(asked, UploadArguments)
         except msgspec.ValidationError as error:
             raise InvalidRequest(str(error)) from None
-        name, readers = given.name, [given.reader] if given.reader else []
+        name, readers = given.name, given.reader
         platform = parse_platform(given.platform) if given.platform else host_platform()
         pattern = NAME_PATTERN if given.form == "image" else LAYER_NAME
         if re.search(pattern, name) is None:

@@ -7,19 +7,17 @@ Directories that are missing on the way become root's, 0755.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import posixpath
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 
 from dsec.builder.files import Files, visible
 from dsec.errors import InvalidRequest
 from dsec.recipe.ignore import Ignored, Pattern, has_wildcard
+from dsec.store.packed import Unpacked
 from dsec.store.tar import Header, TarReader
 from dsec.store.tree import Node, directory
 
@@ -213,41 +211,22 @@ class Entries:
             xattrs=node.xattrs,
         )
 
-    def _unpacked(self, archive: TarReader, copy: Copy) -> Iterator[Header]:
+    def _unpacked(self, packed: Unpacked, copy: Copy) -> Iterator[Header]:
+        archive = TarReader(packed.read)
         self._read = archive.read
         prefix = copy.dest.rstrip(b"/") + b"/"
         for header in archive:
             target = prefix + header.target.lstrip(b"/") if header.kind == b"1" else header.target
             owner = copy.owner or Owner(header.uid, header.gid)
             yield header._replace(name=prefix + header.name.lstrip(b"/"), target=target, uid=owner.uid, gid=owner.gid)
+        packed.finish()
 
 
-def _archive(read: Callable[[int], bytes]) -> TarReader | None:
+def _archive(read: Callable[[int], bytes]) -> Unpacked | None:
     """The archive that a file is, or None."""
-    stream = io.BufferedReader(cast(io.RawIOBase, _Raw(read)), 64 << 10)
-    head = stream.peek(512)
-    opened: IO[bytes] = stream
-    for magic, op in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open)):
-        if head.startswith(magic):
-            opened = io.BufferedReader(cast(io.RawIOBase, op(stream)), 64 << 10)
-            try:
-                head = opened.peek(512)
-            except (OSError, EOFError, lzma.LZMAError):
-                return None
-    if head[257:262] != b"ustar":
+    opened = Unpacked(read)
+    try:
+        head = opened.peek(512)
+    except InvalidRequest:
         return None
-    return TarReader(opened.read)
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, read: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._source = read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._source(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    return opened if head[257:262] == b"ustar" else None

@@ -6,31 +6,27 @@ anywhere but into itself.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
-import lzma
 import shutil
 import stat
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO
 
-from dsec.errors import InvalidRequest, TooLarge
+from dsec.errors import TooLarge
 from dsec.recipe.ignore import Ignored
 from dsec.store.archive import read_tree
 from dsec.store.data import GIB, Budget, LayerData
 from dsec.store.layers import LayerStore
 from dsec.store.merge import reader
+from dsec.store.packed import Unpacked
 from dsec.store.tree import Node, directory, overlay, walk
 
 HOPS = 40
 _STEP = 1 << 20
 _LOOK_BYTES = 64 << 20
 _LEAST_FREE = 1 << 30
-_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open))
 
 
 class Files:
@@ -130,17 +126,9 @@ def load_archive(path: Path, data: BinaryIO) -> Files:
     `Unsupported`, `TooLarge`."""
     budget = Budget(data_bytes=32 * GIB, file_bytes=64 * GIB, entries=500_000)
     with open(path, "rb") as file:
-        head = file.read(6)
-        file.seek(0)
-        if not head:
-            return Files(directory(), lambda _: None)
-        opened = next((cast(IO[bytes], op(file)) for magic, op in _PACKED if head.startswith(magic)), file)
-        try:
-            top = read_tree(_watched(opened.read, path.parent), LayerData(data, budget))
-        except (zlib.error, EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
-            if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile) and error.errno is not None:
-                raise
-            raise InvalidRequest(f"the context can't be uncompressed: {error}") from None
+        archive = Unpacked(file.read, "the context")
+        top = read_tree(_watched(archive.read, path.parent), LayerData(data, budget))
+        archive.finish()
     data.flush()
     return Files(top, lambda _: data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tarfile
 import tempfile
@@ -93,7 +94,7 @@ def load(
             with _packed(image) as path:
                 found = _run(
                     lambda client: client.catalog.import_archive(
-                        path, name, tag=tag, platform=platform, on_step=steps.show
+                        path, name, tag=tag, platform=platform, readers=readers, on_step=steps.show
                     )
                 )
         else:
@@ -115,11 +116,16 @@ def load(
 @click.option("--at", default="/", show_default=True, metavar="PATH", help="Where in the sandbox it lies.")
 @click.option("--keep-owners", is_flag=True, help="Owners as on disk; else everything is root's.")
 @_kind
+@_readers
 @json_option
-def build(source: str, name: str, at: str, keep_owners: bool, kind: str, as_json: bool) -> None:
-    """Make the layer NAME (like tools@1.0) of a directory or a tar archive on this machine."""
+def build(
+    source: str, name: str, at: str, keep_owners: bool, kind: str, readers: tuple[str, ...], as_json: bool
+) -> None:
+    """Make the layer NAME (like tools@1.0) of a directory or a tar archive (also compressed) on this machine."""
     with Steps() as steps, _packed(source, keep_owners=keep_owners) as path:
-        found = _run(lambda client: client.catalog.build(path, name, at=at, kind=kind, on_step=steps.show))
+        found = _run(
+            lambda client: client.catalog.build(path, name, at=at, kind=kind, readers=readers, on_step=steps.show)
+        )
     _made(found, as_json)
 
 
@@ -127,11 +133,12 @@ def build(source: str, name: str, at: str, keep_owners: bool, kind: str, as_json
 @click.argument("name")
 @click.argument("layers", nargs=-1, required=True)
 @_kind
+@_readers
 @json_option
-def merge(name: str, layers: tuple[str, ...], kind: str, as_json: bool) -> None:
+def merge(name: str, layers: tuple[str, ...], kind: str, readers: tuple[str, ...], as_json: bool) -> None:
     """Make the layer NAME of several, given top first. Whiteouts are kept."""
     with Steps() as steps:
-        found = _run(lambda client: client.catalog.merge(layers, name, kind=kind, on_step=steps.show))
+        found = _run(lambda client: client.catalog.merge(layers, name, kind=kind, readers=readers, on_step=steps.show))
     _made(found, as_json)
 
 
@@ -340,6 +347,7 @@ class _packed:
                     if not self._keep_owners:
                         info.uid = info.gid = 0
                     info.uname = info.gname = ""
+                    info.pax_headers = _beyond_tar(path)
                     if info.isreg():
                         with open(path, "rb") as data:
                             archive.addfile(info, data)
@@ -350,6 +358,17 @@ class _packed:
     def __exit__(self, *_: object) -> None:
         if self._temporary is not None:
             os.unlink(self._temporary)
+
+
+def _beyond_tar(path: str) -> dict[str, str]:
+    """What a tar header can't hold: attributes, and the exact time."""
+    seconds, nanoseconds = divmod(os.lstat(path).st_mtime_ns, 10**9)
+    found = {"mtime": f"{seconds}.{nanoseconds:09}"} if nanoseconds and seconds >= 0 else {}
+    with contextlib.suppress(OSError):  # a file system without attributes
+        for name in os.listxattr(path, follow_symlinks=False):
+            value = os.getxattr(path, name, follow_symlinks=False)
+            found[f"SCHILY.xattr.{name}"] = value.decode("utf-8", "surrogateescape")
+    return found
 
 
 for _command in (build_environment, create_environment, show_environment, remove_environment):

@@ -116,11 +116,12 @@ class AsyncCatalog:
         *,
         tag: str | None = None,
         platform: str | None = None,
+        readers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> Info:
         """Make an environment of an image in an archive of this machine's (`docker save`, an OCI layout). Raises as
         `import_image`."""
-        arguments = {"form": "image", "name": environment, "tag": tag, "platform": platform}
+        arguments = {"form": "image", "name": environment, "tag": tag, "platform": platform, "reader": list(readers)}
         return await self._upload(path, arguments, on_step)
 
     async def build(
@@ -130,11 +131,13 @@ class AsyncCatalog:
         *,
         at: str = "/",
         kind: str = "workspace",
+        readers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> Info:
-        """Make a layer of a plain tar archive of this machine's, placed at the path `at`. Raises `InvalidRequest`,
-        `Unsupported`, `TooLarge`, `Conflict`."""
-        return await self._upload(path, {"form": "tree", "name": name, "at": at, "kind": kind}, on_step)
+        """Make a layer of a tar archive (also compressed) of this machine's, placed at the path `at`. `readers`: as of
+        `create_environment`. Raises `InvalidRequest`, `Unsupported`, `TooLarge`, `Conflict`."""
+        arguments = {"form": "tree", "name": name, "at": at, "kind": kind, "reader": list(readers)}
+        return await self._upload(path, arguments, on_step)
 
     async def build_dockerfile(
         self,
@@ -178,11 +181,18 @@ class AsyncCatalog:
             return await self._long("/v1/builds", chunks, _TAR, None, on_log=on_log, arguments={"options": encoded})
 
     async def merge(
-        self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None
+        self,
+        layers: Sequence[str],
+        name: str,
+        *,
+        kind: str = "workspace",
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
     ) -> Info:
-        """Make one layer of several, top first. Raises `NotFound`, `Conflict`."""
-        body = msgspec.json.encode({"layers": list(layers), "name": name, "kind": kind})
-        return await self._long("/v1/layers:merge", body, _JSON, on_step)
+        """Make one layer of several, top first. `readers`: as of `create_environment`. Raises `NotFound`,
+        `Conflict`."""
+        body = {"layers": list(layers), "name": name, "kind": kind, "readers": list(readers)}
+        return await self._long("/v1/layers:merge", msgspec.json.encode(body), _JSON, on_step)
 
     async def verify(self, reference: str, *, on_step: OnStep | None = None) -> Info:
         """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""
@@ -218,7 +228,7 @@ class AsyncCatalog:
     async def _get(self, path: str) -> Info:
         return await self._transport.call("GET", self._transport.url(path), Info)
 
-    async def _upload(self, path: str | Path, arguments: Mapping[str, str | None], on_step: OnStep | None) -> Info:
+    async def _upload(self, path: str | Path, arguments: Mapping[str, object], on_step: OnStep | None) -> Info:
         total = await asyncio.to_thread(lambda: Path(path).stat().st_size)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -230,8 +240,7 @@ class AsyncCatalog:
                     if on_step is not None:
                         on_step("sending", done, total)
 
-        given = {name: value for name, value in arguments.items() if value is not None}
-        return await self._long("/v1/layers:upload", chunks, _TAR, on_step, arguments=given)
+        return await self._long("/v1/layers:upload", chunks, _TAR, on_step, arguments=arguments)
 
     async def _long(
         self,
@@ -241,7 +250,7 @@ class AsyncCatalog:
         on_step: OnStep | None,
         *,
         on_log: OnLog | None = None,
-        arguments: Mapping[str, str] | None = None,
+        arguments: Mapping[str, object] | None = None,
     ) -> Info:
         url = self._transport.url(path, **(arguments or {}))
         response = await self._transport.open("POST", url, body=body, headers=headers)

@@ -94,18 +94,28 @@ class Catalog(Wrapper):
         *,
         tag: str | None = None,
         platform: str | None = None,
+        readers: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> Info:
         """Make an environment of an image in an archive of this machine's (`docker save`, an OCI layout). Raises as
         `import_image`."""
-        return call(self._async.import_archive(path, environment, tag=tag, platform=platform, on_step=on_step))
+        return call(
+            self._async.import_archive(path, environment, tag=tag, platform=platform, readers=readers, on_step=on_step)
+        )
 
     def build(
-        self, path: str | Path, name: str, *, at: str = "/", kind: str = "workspace", on_step: OnStep | None = None
+        self,
+        path: str | Path,
+        name: str,
+        *,
+        at: str = "/",
+        kind: str = "workspace",
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
     ) -> Info:
-        """Make a layer of a plain tar archive of this machine's, placed at the path `at`. Raises `InvalidRequest`,
-        `Unsupported`, `TooLarge`, `Conflict`."""
-        return call(self._async.build(path, name, at=at, kind=kind, on_step=on_step))
+        """Make a layer of a tar archive (also compressed) of this machine's, placed at the path `at`. `readers`: as of
+        `create_environment`. Raises `InvalidRequest`, `Unsupported`, `TooLarge`, `Conflict`."""
+        return call(self._async.build(path, name, at=at, kind=kind, readers=readers, on_step=on_step))
 
     def build_dockerfile(
         self,
@@ -144,10 +154,17 @@ class Catalog(Wrapper):
         )
 
     def merge(
-        self, layers: Sequence[str], name: str, *, kind: str = "workspace", on_step: OnStep | None = None
+        self,
+        layers: Sequence[str],
+        name: str,
+        *,
+        kind: str = "workspace",
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
     ) -> Info:
-        """Make one layer of several, top first. Raises `NotFound`, `Conflict`."""
-        return call(self._async.merge(layers, name, kind=kind, on_step=on_step))
+        """Make one layer of several, top first. `readers`: as of `create_environment`. Raises `NotFound`,
+        `Conflict`."""
+        return call(self._async.merge(layers, name, kind=kind, readers=readers, on_step=on_step))
 
     def verify(self, reference: str, *, on_step: OnStep | None = None) -> Info:
         """Read all of a layer and compare it with its digests. Raises `NotFound`, `LayerCorrupt`."""

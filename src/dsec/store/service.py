@@ -30,6 +30,7 @@ from dsec.store.layers import LayerMeta
 from dsec.store.leases import RENEW_S
 from dsec.store.merge import export_layer, merge_layers
 from dsec.store.oci import LocalSource
+from dsec.store.packed import Unpacked
 from dsec.store.registries import Registries
 from dsec.store.remote import RemoteCatalog
 from dsec.store.shared import Progress, SharedLayers, quiet
@@ -164,15 +165,17 @@ class LayerService:
         at: str = "/",
         description: str = "",
     ) -> LayerMeta:
-        """A layer of the tree in a plain tar archive, placed at the path `at`; `then` gives it a name. Raises
-        `InvalidRequest`, `Unsupported`, `TooLarge`."""
+        """A layer of the tree in a tar archive, which may be compressed, placed at the path `at`; `then` gives it a
+        name. Raises `InvalidRequest`, `Unsupported`, `TooLarge`."""
         parts = [part for part in os.fsencode(at).split(b"/") if part]
         if b".." in parts or b"." in parts:
             raise InvalidRequest(f"not a path in a layer: {at!r}", field="at")
 
         def build() -> LayerMeta:
             with self.layers.making() as maker, open(path, "rb") as file:
-                node: Node = read_layer(file.read, maker.data)
+                archive = Unpacked(file.read)
+                node: Node = read_layer(archive.read, maker.data)
+                archive.finish()
                 for part in reversed(parts):
                     top = directory()
                     top.children[part] = node
