@@ -391,6 +391,20 @@ LIES: dict[str, tuple[Callable[[web.Request, int], Any], type[DsecError]]] = {
         always(manifests=lambda: web.Response(status=401, headers={"WWW-Authenticate": 'Bearer realm="file:///x"'})),
         PermissionDenied,
     ),
+    "401 that leads nowhere": (
+        always(manifests=lambda: web.Response(status=401, headers={"WWW-Authenticate": 'Bearer realm="http://[::1"'})),
+        Unavailable,
+    ),
+    "busy for no time that is one": (
+        always(manifests=lambda: web.Response(status=429, headers={"Retry-After": "\u00b2"})),
+        Unavailable,
+    ),
+    "redirects to no address": (
+        always(manifests=lambda: web.Response(status=302, headers={"Location": "http://[::1"})),
+        Unavailable,
+    ),
+    "documents without an end": (always(manifests=lambda: web.Response(body=b'{"a":' * 100_000)), InvalidRequest),
+    "text that is none": (always(manifests=lambda: web.Response(body=b'{"mediaType":"\xff"}')), InvalidRequest),
     "a token that is none": (
         lambda request, count: (
             web.Response(status=401, headers={"WWW-Authenticate": f'Bearer realm="http://{request.host}/token"'})

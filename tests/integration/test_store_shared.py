@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from store_kit import keys, make_bucket, node, project, s3_server, until
 
 from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, Unavailable
@@ -19,6 +20,7 @@ from dsec.store.blobs import BucketStore, DirectoryStore, open_store
 from dsec.store.shared import SharedLayers
 from dsec.testing.blobs import FaultyStore
 from dsec.testing.clock import FakeClock
+from free_port import free_port
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,25 @@ async def test_a_directory_leaves_nothing_half_written(tmp_path: Path) -> None:
             open_store(bad)
 
 
+async def test_a_directory_that_is_gone_or_fails_is_unavailable(tmp_path: Path) -> None:
+    """Never empty: what is in use would be taken for garbage, and names for forgotten."""
+    store = DirectoryStore(tmp_path / "s")
+    await store.put("names/x", b"1")
+    (tmp_path / "s" / "leases").symlink_to("leases")
+    with pytest.raises(Unavailable):
+        _ = [info async for info in store.list("leases/")]
+    assert [info.key async for info in store.list("locks/")] == []
+    assert await store.size("names/x/y") is None
+    (tmp_path / "s").rename(tmp_path / "elsewhere")
+    (tmp_path / "s").mkdir()  # where it was mounted
+    for work in (store.get("names/x"), store.size("names/x"), store.put("names/x", b""), store.delete("names/x")):
+        with pytest.raises(Unavailable):
+            await work
+    with pytest.raises(Unavailable):
+        _ = [info async for info in store.list("names/")]
+    await store.close()
+
+
 async def test_a_bucket_that_is_not_there_is_unavailable() -> None:
     gone = BucketStore("b", endpoint="http://127.0.0.1:9", region="us-east-1", retry_s=0.3)
     for call in (gone.put("k", b""), gone.get("k"), gone.size("k"), gone.delete("k")):
@@ -130,6 +151,29 @@ def same(one: SharedLayers, other: SharedLayers, layer: str) -> None:
     for name in ("manifest.json", "meta.erofs", "data"):
         paths = [each._layers.root / layer / name for each in (one, other)]
         assert paths[0].read_bytes() == paths[1].read_bytes(), name
+
+
+async def test_a_bucket_that_fails_is_unavailable_whatever_the_key_says() -> None:
+    """Never "not there": a lease that can't be read is no lease that has ended."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="status code: 416 InvalidRange")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", free_port())
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    store = BucketStore("bucket", endpoint=url, region="us-east-1", retry_s=0.1)
+    key = "leases/upload-416f0404"
+    try:
+        for work in (store.get(key, 0, 5), store.get(key), store.size(key), store.put_if_absent(key, b"")):
+            with pytest.raises(Unavailable):
+                await work
+    finally:
+        await runner.cleanup()
 
 
 async def test_layers_go_through_the_store_and_share_chunks(store: BlobStore, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ THREADS = 16
 """Calls of a directory store that run at the same time."""
 STALE_TMP_S = 86400.0
 _KEY = re.compile(r"[A-Za-z0-9_+=%@-][A-Za-z0-9._+=%@-]*(/[A-Za-z0-9_+=%@-][A-Za-z0-9._+=%@-]*)*")
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+"""In an error of obstore's."""
 _LIST_STEP = 1000
 
 
@@ -90,9 +92,11 @@ class DirectoryStore:
 
     async def size(self, key: str) -> int | None:
         def look() -> int | None:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            try:
                 return (self.root / key).stat().st_size
-            return None
+            except (FileNotFoundError, NotADirectoryError):
+                self._check_there()
+                return None
 
         _checked(key)
         return await self._run(look)
@@ -109,8 +113,8 @@ class DirectoryStore:
                 yield info
 
     async def delete(self, key: str) -> None:
-        _checked(key)
-        await self._run(partial((self.root / key).unlink, missing_ok=True))
+        with contextlib.suppress(NotFound):
+            await self._run((self.root / _checked(key)).unlink)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)
@@ -126,12 +130,31 @@ class DirectoryStore:
         return count
 
     async def _run(self, call: Callable[[], T]) -> T:
+        def checked() -> T:
+            try:
+                return call()
+            except FileNotFoundError:
+                self._check_there()
+                raise
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, checked)
         except FileNotFoundError:
             raise NotFound("the store has no such object") from None
         except OSError as error:
             raise Unavailable(f"the store at {self.root} failed: {error.strerror or error}") from error
+
+    def _check_there(self) -> None:
+        """Something wasn't found: in a store that is gone (unmounted, say) nothing is, which says nothing of it. Raises
+        OSError."""
+        if not self._tmp.exists():
+            raise OSError(errno.ENODEV, "it is not there any more")
+
+    def _not_listed(self, error: OSError) -> None:
+        """A directory that can't be read isn't an empty one: garbage would be what somebody uses."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+        self._check_there()
 
     def _put(self, key: str, data: bytes | Path) -> None:
         with self._written(key, data) as fresh:
@@ -190,7 +213,7 @@ class DirectoryStore:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _walk(self, top: Path) -> Iterator[BlobInfo]:
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=self._not_listed):
             for name in names:
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -287,7 +310,8 @@ class BucketStore:
         except (AlreadyExistsError, PreconditionError) as error:
             raise FileExistsError(key) from error
         except BaseError as error:
-            if "InvalidRange" in str(error) or "416" in str(error):  # beyond the end
+            status = _STATUS.search(str(error))  # the first: keys and addresses have no spaces
+            if status and status[1] == "416":  # beyond the end
                 raise NotFound(f"object {key!r} ends before that range") from None
             raise Unavailable(f"the store {self._name} failed: {str(error).splitlines()[0][:300]}") from error
 

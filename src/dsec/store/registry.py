@@ -275,8 +275,8 @@ class RegistrySource:
 
     async def _token(self, parameters: dict[str, str], basic: str | None) -> str:
         realm = parameters.get("realm", "")
-        secure = urlsplit(self._reference.url).scheme == "https"
-        if urlsplit(realm).scheme not in (("https",) if secure else ("https", "http")):
+        schemes = ("https:",) if self._reference.url.startswith("https:") else ("https:", "http:")
+        if not realm.lower().startswith(schemes):
             raise PermissionDenied(f"{self.name}: the registry wants a token from {realm[:200]!r}")
         query = {"service": parameters.get("service", ""), "scope": f"repository:{self._reference.name}:pull"}
         headers = {"Authorization": basic} if basic else {}
@@ -295,7 +295,7 @@ class RegistrySource:
 
 
 def _seconds(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isdigit() else None
+    return float(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _hash(path: str) -> str:
