@@ -398,7 +398,7 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
         open_layers(config, edge, hosts[0]) as layers,
     ):
         layers.layers.clear_scratch()  # what builds that were killed left
-        builds = BuildService(layers, edge, hosts[0].volume.written, Downloads(edge.egress))
+        builds = BuildService(layers, edge, hosts[0].volume.written, Downloads(edge.egress), edge.charges)
         await builds.clear()
         verifier = Verifier(
             edge,

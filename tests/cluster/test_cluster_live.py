@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import nats
 import pytest
 from cluster_kit import Cluster, eventually, running, until
@@ -242,6 +243,61 @@ async def test_forks_calls_and_judge_runs_are_within_the_quota_while_their_node_
         with pytest.raises(QuotaExceeded):
             await second.judge("print(1)", [("", "1")], language="python", environment="debian")
     await one.rights.delete_project("spender")
+
+
+async def test_builds_are_within_the_quota(one: AsyncClient, other: AsyncClient, tmp_path: Path) -> None:
+    """Ours, which end with their request, and E2B's, which don't: each two cores, between its steps too."""
+    await one.rights.create_project("maker", quota={"cpus": 2})
+    key = (await one.rights.create_key(project="maker"))["key"]
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN sleep 900\n")
+    async with AsyncClient(one.url, key) as first, AsyncClient(other.url, key) as second:
+
+        async def has_room(client: AsyncClient = second) -> bool:
+            try:
+                await (await client.create("debian", cpus=0.5, **SMALL)).kill()
+            except QuotaExceeded:
+                return False
+            return True
+
+        logs: list[str] = []
+        building = asyncio.create_task(first.catalog.build_dockerfile(tmp_path, "slow", on_log=logs.append))
+        await eventually(lambda: _is(any("sleep" in line for line in logs)))
+        assert not await has_room()
+        for client in (first, second):
+            with pytest.raises(QuotaExceeded):
+                await client.catalog.build_dockerfile(tmp_path, "other")
+        building.cancel()
+        await asyncio.gather(building, return_exceptions=True)
+        await eventually(has_room)
+        async with aiohttp.ClientSession(one.url, headers={"x-api-key": key}) as session:
+            found = []
+            for name in ("first", "second"):
+                async with session.post("/v3/templates", json={"name": name}) as answer:
+                    made = await answer.json()
+                    found.append(f"{made['templateID']}/builds/{made['buildID']}")
+            plan = {"fromTemplate": "debian", "steps": [{"type": "RUN", "args": ["sleep 2"]}] * 2, "force": True}
+
+            async def starts(build: str) -> bool:
+                async with session.post(f"/v2/templates/{build}", json=plan) as answer:
+                    assert answer.status in (202, 429), await answer.text()
+                    return answer.status == 202
+
+            await eventually(lambda: starts(found[0]))
+            seen = set()
+            while True:
+                room = await has_room() or await starts(found[1])
+                async with session.get(f"/templates/{found[0]}/status") as answer:
+                    status = (await answer.json())["status"]
+                if status != "building":
+                    break
+                seen.add(room)
+            assert (status, seen) == ("ready", {False})
+            await eventually(has_room)
+    await one.rights.delete_project("maker")
+
+
+async def _is(fact: bool) -> bool:
+    return fact
 
 
 async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:

@@ -150,7 +150,7 @@ def make_api(root: Path, edge: Any) -> Api:
         edge,
         environments=lambda project: ENVIRONMENTS,
         layers=layers,
-        builder=BuildService(layers, edge, written, Downloads(Egress(definitions=BUILT_IN))),
+        builder=BuildService(layers, edge, written, Downloads(Egress(definitions=BUILT_IN)), edge.charges),
         verifier=Verifier(
             edge,
             written=still,

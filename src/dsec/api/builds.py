@@ -16,6 +16,7 @@ from msgspec import Struct
 from dsec.api.exchange import Exchange
 from dsec.api.layers import as_ours
 from dsec.builder.service import BuildOptions, BuildService
+from dsec.edge.context import CHARGED_TO
 from dsec.errors import DsecError, ErrorBody
 from dsec.store.environments import Environment
 
@@ -38,6 +39,7 @@ async def build(service: BuildService, x: Exchange) -> None:
     x.check_query("options")
     principal = x.owner()
     options = x.decode(_OPTIONS, x.raw("options") or b"{}")
+    CHARGED_TO.set("")  # the apiserver counts it for as long as this request is open
     with service.layers.layers.scratch() as scratch:
         path = Path(scratch) / "context"
         await service.layers.spool(x.chunks(), path)

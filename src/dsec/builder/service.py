@@ -15,11 +15,13 @@ from dsec.builder.fetching import Downloads
 from dsec.builder.files import Files, leave_out, load_archive
 from dsec.builder.interpreter import Interpreter
 from dsec.builder.memory import Memory
-from dsec.builder.workshop import LABEL, Limits, Say, Stage, Workshop
+from dsec.builder.workshop import LABEL, Say, Stage, Workshop
+from dsec.edge.charges import Charges
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, InvalidRequest
 from dsec.recipe.dockerfile import MAX_BYTES, Dockerfile, parse
 from dsec.recipe.ignore import Ignored
+from dsec.spec.building import BACKEND, BuildLimits
 from dsec.spec.network import Network
 from dsec.spec.sandbox import Name
 from dsec.store.environments import Environment
@@ -50,7 +52,7 @@ class BuildOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Of registry images, like `linux/arm64`; None: the server's own."""
     readers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=100)] = []
     description: Annotated[str, Meta(max_length=1000)] = ""
-    limits: Limits = Limits()
+    limits: BuildLimits = BuildLimits()
 
 
 class BuildService:
@@ -62,12 +64,14 @@ class BuildService:
         edge: EdgeClient,
         written: Callable[[str], tuple[Path, int]],
         downloads: Downloads,
+        charges: Charges,
     ) -> None:
         """`written`: what a sandbox has written, as `Volume.written`."""
         self.layers = layers
         self._edge = edge
         self._written = written
         self._downloads = downloads
+        self._charges = charges
         self._memory = Memory(layers.layers)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,35 +105,36 @@ class BuildService:
         say: Say,
         *,
         network: Network,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        limits: BuildLimits = BuildLimits(),  # noqa: B008 (frozen)
         fresh: bool = False,
         platform: str | None = None,
     ) -> AsyncIterator[tuple[Workshop, Path]]:
-        """The means of one build, and a directory of its own. Raises `PermissionDenied` where the caller may not grant
-        that network."""
+        """The means of one build, and a directory of its own. It counts as one sandbox on its project's quota all the
+        while. Raises `PermissionDenied` where the caller may not grant that network."""
         self._edge.check_grants(principal, network or None)
-        if self._room.locked():
-            say("waiting for other builds")
-        async with self._room, self.layers.making():
-            with self.layers.layers.scratch() as scratch:
-                workshop = Workshop(
-                    self.layers,
-                    self._edge,
-                    self._written,
-                    self._memory,
-                    self._downloads,
-                    scratch=Path(scratch),
-                    project=principal.project,
-                    say=say,
-                    network=network,
-                    limits=limits,
-                    fresh=fresh,
-                    platform=platform,
-                )
-                try:
-                    yield workshop, Path(scratch)
-                finally:
-                    workshop.close()
+        with self._charges.one(principal.project, BACKEND, limits.cpus, limits.memory_bytes):
+            if self._room.locked():
+                say("waiting for other builds")
+            async with self._room, self.layers.making():
+                with self.layers.layers.scratch() as scratch:
+                    workshop = Workshop(
+                        self.layers,
+                        self._edge,
+                        self._written,
+                        self._memory,
+                        self._downloads,
+                        scratch=Path(scratch),
+                        project=principal.project,
+                        say=say,
+                        network=network,
+                        limits=limits,
+                        fresh=fresh,
+                        platform=platform,
+                    )
+                    try:
+                        yield workshop, Path(scratch)
+                    finally:
+                        workshop.close()
 
     async def build(self, principal: Principal, options: BuildOptions, archive: Path, say: Say) -> Environment:
         """Build the Dockerfile in an archive (tar, may be compressed) of a context. Raises `InvalidRequest` and

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.builder.copying import ROOT, Copy, Entries, Owner, Source
@@ -24,9 +23,10 @@ from dsec.builder.memory import NOTHING, Memory, key_of
 from dsec.builder.mounting import CACHE, Mounted, Mounts
 from dsec.edge.client import Created, EdgeClient, Execution
 from dsec.errors import BuildFailed, DsecError, EnvironmentNotFound, InvalidRequest, NotFound, OutcomeUnknown
+from dsec.spec.building import BACKEND, BuildLimits
 from dsec.spec.network import Network
 from dsec.spec.operations import Chunk
-from dsec.spec.sandbox import GIB, ExecSpec, ExecStatus, SandboxSpec
+from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec
 from dsec.store.archive import place_entries
 from dsec.store.data import Budget
 from dsec.store.directory import DirectoryReader
@@ -47,19 +47,6 @@ _SLACK_S = 600.0
 
 Say = Callable[[str], None]
 """Told what happens, a line each."""
-
-
-class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the sandboxes in which a build runs its commands."""
-
-    cpus: float = 2.0
-    memory_bytes: int = 2 * GIB
-    disk_bytes: int = 16 * GIB
-    pids: int = 4096
-    step_timeout_s: float = 3600.0
-    """Of one command."""
-    output_bytes: int = 64 << 20
-    """Of one command; more fails it."""
 
 
 class Stage:
@@ -96,7 +83,7 @@ class Workshop:
         project: str,
         say: Say,
         network: Network,
-        limits: Limits,
+        limits: BuildLimits,
         fresh: bool = False,
         platform: str | None = None,
     ) -> None:
@@ -248,6 +235,7 @@ class Workshop:
         layers = [*([await asyncio.to_thread(mounts.layer)] if mounts else ()), *stage.layers]
         wanted = SandboxSpec(
             environment=SCRATCH,
+            backend=BACKEND,
             layers=layers,
             cpus=limits.cpus,
             memory_bytes=limits.memory_bytes,

@@ -53,7 +53,7 @@ from dsec.spec.trajectory import RebuildRequest
 ENVD = b"%d-" % ENVD_PORT
 DRAIN_S = 300.0
 """How long a drain waits for commands to end."""
-_SHARED = frozenset({"environments", "layers", "builds", "judge", "functions"})
+_SHARED = frozenset({"environments", "layers", "judge", "functions"})
 _RUN = frozenset({"judge", "functions"})
 """What of these runs something."""
 _SPEC = msgspec.json.Decoder(SandboxSpec)
@@ -163,6 +163,9 @@ class ClusterApi:
             elif name in _RUN and self._spending.bounds(x.owner()):
                 x.only("POST")
                 await self._spending.run(x, name, self._foreign.any(name), x.owner(), "authorization")
+            elif raw == "/v1/builds":
+                x.only("POST")
+                await self._spending.build(x, self._foreign.any(name), x.owner())
             elif name in _SHARED:
                 await self._upstream.forward(x, self._foreign.any(name), x.owner())
             else:

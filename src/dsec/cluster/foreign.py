@@ -149,6 +149,10 @@ class Foreign:
         if principal is None and not (x.scope["method"] == "PUT" and parts[:1] == ["templates"]):
             raise Unauthenticated("the API key is not valid", remedy="Check E2B_API_KEY.")
         body = None
+        if parts[0] == "templates" and parts[2:3] == ["builds"] and len(parts) == 4 and x.scope["method"] == "POST":
+            assert principal is not None
+            await self._spending.template(x, self.any(parts[1].partition(":")[0]), principal, _KEY)
+            return
         if parts == ["templates"] and x.scope["method"] == "POST":
             body = await x.body()
             template = _name_in(body)

@@ -1,10 +1,12 @@
-"""What projects' quotas bound besides creations: forks, graders, function calls, judge runs, SandboxFusion's programs.
+"""What projects' quotas bound besides creations: forks, graders, builds, function calls, judge runs, SandboxFusion's
+programs.
 
 Invariants: nothing of these reaches a node beyond the shares that this apiserver holds. A fork's child is spent as a
 creation is, whether or not there is a quota now: it counts until its node's report has it, or nobody can have it any
-more. What is over with its request (calls, programs of the judge, graders) counts for as long as that request is open
-here: whatever ends it, a client, a node or this process that goes, ends both; and its node runs no more of it at a time
-than was granted.
+more. So is a build of E2B's, which goes on after its request, and which its node reports as if it were one sandbox.
+What is over with its request (calls, programs of the judge, graders, builds of ours: their steps run one after the
+other) counts for as long as that request is open here: whatever ends it, a client, a node or this process that goes,
+ends both; and its node runs no more of it at a time than was granted.
 
 Calls and programs of a project that no quota bounds are passed on unread.
 """
@@ -31,6 +33,7 @@ from dsec.edge.client import Principal
 from dsec.edge.forks import MAX_CHILDREN
 from dsec.errors import ErrorBody, InvalidRequest, Unavailable, from_body
 from dsec.plan.quota import account_of
+from dsec.spec.building import BACKEND, BuildLimits
 from dsec.spec.functions import FunctionLimits
 from dsec.spec.grading import VerifySpec
 from dsec.spec.judging import JudgeLimits
@@ -92,7 +95,14 @@ class _Program(Struct):
     config: _Config = _Config()
 
 
+class _Build(Struct):
+    """As much of a `BuildOptions` as is looked at."""
+
+    limits: BuildLimits = BuildLimits()
+
+
 _fork = msgspec.json.Decoder(_Fork)
+_options = msgspec.json.Decoder(_Build)
 
 
 class Spending:
@@ -121,19 +131,48 @@ class Spending:
         body = await x.body()
         count, until = x.decode(_fork, body or b"{}").count, _until(x)
         info = await self._parent(member, principal, sandbox_id, elsewhere)
-        account, edge = account_for(info.spec, principal.project), member.claim.edge
+        account = account_for(info.spec, principal.project)
+        await self._spend(
+            account,
+            count,
+            until,
+            member,
+            principal,
+            lambda: self._upstream.forward(x, member, principal, key_header=key_header, body=body, elsewhere=elsewhere),
+        )
+
+    async def template(self, x: Exchange, member: Member, principal: Principal, key_header: str) -> None:
+        """The start of one of E2B's builds."""
+        await self._spend(
+            _build_account(principal.project, BuildLimits()),
+            1,
+            time.monotonic() + DEADLINE_S,
+            member,
+            principal,
+            lambda: self._upstream.forward(x, member, principal, key_header=key_header),
+        )
+
+    async def _spend(  # noqa: PLR0917
+        self,
+        account: str,
+        count: int,
+        until: float,
+        member: Member,
+        principal: Principal,
+        forward: Callable[[], Awaitable[int]],
+    ) -> None:
+        """All of them or none. `forward` returns the status that its node answered."""
+        edge = member.claim.edge
         await self._quotas.pace(principal.project, count, until)
         if await self._quotas.room(account, count, until) < count:
             raise self._quotas.exceeded(account)
         self._quotas.spend(account, edge, count)
         try:
-            status = await self._upstream.forward(
-                x, member, principal, key_header=key_header, body=body, elsewhere=elsewhere
-            )
+            status = await forward()
         except Unavailable:  # it can't have arrived
             self._quotas.unspent(account, edge, count)
             raise
-        if 400 <= status < 500:  # refused before the first child; what went wrong later may have made some
+        if 400 <= status < 500:  # refused before the first one; what went wrong later may have made some
             self._quotas.unspent(account, edge, count)
 
     async def _parent(
@@ -172,6 +211,16 @@ class Spending:
         async with self._quotas.held(account, spec.repeats):
             await self._upstream.forward(x, member, principal, body=body, elsewhere=elsewhere)
 
+    async def build(self, x: Exchange, member: Member, principal: Principal) -> None:
+        """A build of a Dockerfile: one of its sandboxes at a time."""
+        limits = x.decode(_options, x.raw("options") or b"{}").limits
+        account = _build_account(principal.project, limits)
+        until = time.monotonic() + DEADLINE_S
+        await self._quotas.pace(principal.project, 1, until)
+        await self._quotas.room(account, 1, until)
+        async with self._quotas.held(account, 1):
+            await self._upstream.forward(x, member, principal)
+
     async def run(self, x: Exchange, kind: str, member: Member, principal: Principal, key_header: str) -> None:
         """Calls of `kind`: as many at a time as the quota has room for."""
         body = await x.body(MAX_BATCH_BYTES)
@@ -184,6 +233,10 @@ class Spending:
         async with self._quotas.held(account, granted):
             bounded = structs.replace(principal, at_once=granted)
             await self._upstream.forward(x, member, bounded, key_header=key_header, body=body)
+
+
+def _build_account(project: str, limits: BuildLimits) -> str:
+    return account_of(project, BACKEND, limits.cpus, limits.memory_bytes)
 
 
 def runs_programs(raw: str) -> str:

@@ -10,6 +10,7 @@ from typing import cast
 from msgspec import Struct
 
 from dsec.edge.access import Access
+from dsec.edge.charges import Charges
 from dsec.edge.client import EdgeClient, Principal
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
@@ -81,6 +82,11 @@ class Clustered:
         """The logs of its sandboxes, and the node's key."""
         return self._trajectories, self._state.key
 
+    @property
+    def charges(self) -> Charges:
+        """On whose share of a quota what it makes counts."""
+        return self._naming.charges
+
     def live(self) -> list[str]:
         """Ids of its sandboxes."""
         return list(self._lives.sandboxes)
@@ -96,7 +102,7 @@ class Clustered:
         runs: Counter[str] = Counter()
         environments: set[str] = set()
         made: list[tuple[float, float]] = []
-        charged: Counter[tuple[str, str]] = Counter()
+        charged = Counter(self._naming.charges.standing)
         for sandbox in self._lives.sandboxes.values():
             record = sandbox.record
             projects[record.project] += 1
@@ -111,7 +117,7 @@ class Clustered:
                 made.append((record.created_at, record.create_ms))
         recent = [ms for _, ms in sorted(made)[-_RECENT:]]
         median = statistics.median(recent) if recent else 0.0
-        accounts = charged_by(self._naming.taken, charged)
+        accounts = charged_by(self._naming.charges.taken, charged)
         return Counts(dict(projects), dict(runs), sorted(environments), median, accounts)
 
 

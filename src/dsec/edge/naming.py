@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from dsec.edge.access import digest, new_token
+from dsec.edge.charges import Charges
 from dsec.edge.client import Created
 from dsec.edge.config import EdgeConfig
-from dsec.edge.context import CHARGED_TO
 from dsec.edge.kept import BatchItem
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox, info_of
@@ -37,7 +36,6 @@ from dsec.spec.sandbox import SandboxSpec, State
 _BREATH = 128
 """Items of a batch that are begun before the event loop gets a turn."""
 _MAX_KEY = 200
-_MAX_ACCOUNTS = 4096
 _encode = msgspec.json.Encoder().encode
 Resolved = tuple[Backend, SandboxSpec]
 
@@ -65,8 +63,7 @@ class Naming:
         self._tasks = tasks
         self._opening: dict[tuple[str, str], tuple[BatchRecord, asyncio.Future[None]]] = {}
         """Batches that are not durable yet."""
-        self.taken: Counter[tuple[str, str]] = Counter()
-        """Sandboxes entered since this process began, by who is charged and the account."""
+        self.charges = Charges()
 
     async def create(self, spec: SandboxSpec, project: str, deadline_s: float | None, key: str | None) -> Created:
         """See `EdgeClient.create`."""
@@ -156,13 +153,7 @@ class Naming:
         return self._lives.enter(record, backend, token, deadline_s, capture=capture)
 
     def _charge(self, project: str, spec: SandboxSpec) -> str:
-        """On whose share of a quota a new sandbox counts; '' on a machine alone."""
-        holder = CHARGED_TO.get()
-        if holder:
-            self.taken[holder, account_of(project, spec.backend, spec.cpus, spec.memory_bytes)] += 1
-            while len(self.taken) > _MAX_ACCOUNTS:  # of apiservers that are long gone
-                del self.taken[next(iter(self.taken))]
-        return holder
+        return self.charges.charge(account_of(project, spec.backend, spec.cpus, spec.memory_bytes))
 
     # --- one request ---
 

@@ -27,9 +27,9 @@ from dsec.api.layers import as_ours
 from dsec.builder import templates
 from dsec.builder.service import BuildService
 from dsec.builder.templates import Step, StepFailed
-from dsec.builder.workshop import Limits
 from dsec.edge.client import Principal
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, PermissionDenied, TooLarge, Unsupported
+from dsec.spec.building import BuildLimits
 from dsec.spec.sandbox import NAME_PATTERN
 
 _MAX_BUILDS = 500
@@ -285,7 +285,7 @@ class Templates:
         )
         network = self._config.build_network
         try:
-            async with self._builder.workshop(principal, build.say, network=network, limits=Limits()) as (
+            async with self._builder.workshop(principal, build.say, network=network, limits=BuildLimits()) as (
                 shop,
                 scratch,
             ):
