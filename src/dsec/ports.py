@@ -469,6 +469,11 @@ class BlobStore(Protocol):
         """A range, fewer bytes only where the object ends there. Raises `NotFound`."""
         ...
 
+    async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
+        """The first bytes, up to `most`, of several small objects, for the price of one call where that can be; None
+        where there is none."""
+        ...
+
     def file(self, key: str) -> Path | None:
         """The file that is the object, for who reads it by itself; it may be missing. None: only `get` has it."""
         ...

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,10 @@ class SlowDirectory(DirectoryStore):
         if key.startswith("packs/") and await self.size("wrong") is not None:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
+
+    async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
+        await self._enter()
+        return await super().get_each(keys, most)
 
 
 def make_tree(top: Path, seed: int, sizes: list[int]) -> dict[str, str]:

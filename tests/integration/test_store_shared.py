@@ -66,6 +66,7 @@ async def test_objects(store: BlobStore, tmp_path: Path) -> None:
     assert await store.get("a/c+d@1.0=%2F", 299_990, 10) == b"f" * 10
     await store.put("ab", b"")
     assert await store.get("ab") == b""
+    assert await store.get_each(["a/b", "a/none", "a/c+d@1.0=%2F"], 2) == [b"ne", None, b"ff"]
     assert await keys(store, "a/") == ["a/b", "a/c+d@1.0=%2F"]
     assert [i.size async for i in store.list("a/")] in ([3, 300_000], [300_000, 3])
     assert await keys(store, "nothing/") == []

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,18 @@ def _checked(key: str) -> str:
     return key
 
 
+async def get_apart(store: BlobStore, keys: Sequence[str], most: int) -> list[bytes | None]:
+    """`get_each` by a call for each, at the same time."""
+
+    async def one(key: str) -> bytes | None:
+        try:
+            return await store.get(key, 0, most)
+        except NotFound:
+            return None
+
+    return list(await asyncio.gather(*map(one, keys)))
+
+
 class DirectoryStore:
     """`ports.BlobStore` in a directory."""
 
@@ -86,6 +98,20 @@ class DirectoryStore:
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         return await self._run(partial(self._get, _checked(key), offset, size))
+
+    async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
+        def each() -> list[bytes | None]:
+            found: list[bytes | None] = []
+            for key in keys:
+                try:
+                    found.append(self._get(key, 0, most))
+                except FileNotFoundError:
+                    found.append(None)
+            return found
+
+        for key in keys:
+            _checked(key)
+        return await self._run(each)
 
     def file(self, key: str) -> Path | None:
         return self.root / _checked(key)
@@ -276,6 +302,9 @@ class BucketStore:
             if whole <= offset:
                 return b""
             return bytes(await obstore.get_range_async(self._store, key, start=offset, end=whole))
+
+    async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
+        return await get_apart(self, keys, most)
 
     def file(self, key: str) -> Path | None:
         return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from dsec.errors import NotFound, Unavailable
 from dsec.ports import BlobInfo, BlobStore
+from dsec.store.blobs import get_apart
 
 
 class FaultyStore:
@@ -62,10 +63,19 @@ class FaultyStore:
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
 
+    async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
+        if any(map(self._faulty, keys)):
+            return await get_apart(self, keys, most)
+        self._count()
+        return await self.inner.get_each(keys, most)
+
     def file(self, key: str) -> Path | None:
         """Where nothing is set that such a reader would escape."""
-        faulty = self.latency_s or self.bytes_per_s or self.fail_share or self.gone
-        return None if faulty or key in self.truncate or key in self.corrupt else self.inner.file(key)
+        return None if self._faulty(key) else self.inner.file(key)
+
+    def _faulty(self, key: str) -> bool:
+        everywhere = self.latency_s or self.bytes_per_s or self.fail_share or self.gone
+        return bool(everywhere) or key in self.truncate or key in self.corrupt
 
     async def size(self, key: str) -> int | None:
         await self._enter()

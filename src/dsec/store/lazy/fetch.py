@@ -12,17 +12,31 @@ import contextlib
 import hashlib
 import logging
 import os
+from asyncio import create_task
 from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from dsec.errors import DsecError, LayerCorrupt
+from dsec.errors import DsecError, LayerCorrupt, NotFound
 from dsec.ports import BlobStore, Clock
-from dsec.store.format import Chunk, Manifest, Place, check_chunk, iter_runs, metadata_key, pack_key
+from dsec.store.format import (
+    MANIFEST_BYTES,
+    Chunk,
+    Manifest,
+    Place,
+    check_chunk,
+    iter_runs,
+    manifest_key,
+    metadata_key,
+    pack_key,
+    placement_key,
+    trace_key,
+)
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
 from dsec.store.lazy.copier import CHECK, PART, WHOLE, Copier, CopierGone
+from dsec.store.lazy.trace import decode_trace, load_trace
 from dsec.store.threads import started_pool
 
 log = logging.getLogger(__name__)
@@ -48,6 +62,7 @@ _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.05
+_NO_LAYER = "0" * 64
 
 
 class _Run:
@@ -221,6 +236,33 @@ class Fetcher:
             await begin(path, whole, CHECK)
         finally:
             os.close(target)
+
+    def described(self, layer: str) -> tuple[asyncio.Task[bytes], asyncio.Task[bytes], asyncio.Task[list[int]]]:
+        """The manifest and the placement (not verified), and the trace, empty where there is none: all asked for now.
+        They raise `NotFound`, `Unavailable`."""
+        keys = manifest_key(layer), placement_key(layer), trace_key(layer)
+        if not self.near:
+            manifest, placement = (self.timed(self._store.get(key, 0, MANIFEST_BYTES)) for key in keys[:2])
+            return create_task(manifest), create_task(placement), create_task(load_trace(self._store, layer))
+        # A thread's turn for each, and their turns at the interpreter, would take several times as long as the reading.
+        found = create_task(self.timed(self._store.get_each(keys, MANIFEST_BYTES)))
+
+        async def one(number: int) -> bytes:
+            data = (await asyncio.shield(found))[number]
+            if data is None:
+                raise NotFound("the store has no such object")
+            return data
+
+        async def trace() -> list[int]:
+            return decode_trace((await asyncio.shield(found))[2] or b"")
+
+        return create_task(one(0)), create_task(one(1)), create_task(trace())
+
+    async def measure(self) -> None:
+        """Learn how far the store is. It may be gone at the moment."""
+        for _ in range(2):
+            with contextlib.suppress(DsecError):
+                await self.timed(self._store.size(manifest_key(_NO_LAYER)))
 
     async def timed(self, request: Awaitable[T]) -> T:
         """A request to the store, from which is learnt how far that is."""

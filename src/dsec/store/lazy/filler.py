@@ -22,14 +22,7 @@ from typing import Any
 
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound
 from dsec.ports import BlobStore, Clock
-from dsec.store.format import (
-    MANIFEST_BYTES,
-    decode_manifest,
-    is_layer,
-    manifest_key,
-    pack_key,
-    placement_key,
-)
+from dsec.store.format import decode_manifest, is_layer, pack_key
 from dsec.store.lazy import holder
 from dsec.store.lazy.cache import CachedLayer, LazyCache, put_new
 from dsec.store.lazy.control import Control
@@ -157,10 +150,7 @@ class Filler:
 
     async def _begin(self, layer: str) -> Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
-        timed = self.fetcher.timed
-        manifested = asyncio.create_task(timed(self._store.get(manifest_key(layer), 0, MANIFEST_BYTES)))
-        placed = asyncio.create_task(timed(self._store.get(placement_key(layer), 0, MANIFEST_BYTES)))
-        traced = asyncio.create_task(load_trace(self._store, layer))
+        manifested, placed, traced = self.fetcher.described(layer)
         try:
             manifest = await manifested
             decoded = decode_manifest(manifest, layer)

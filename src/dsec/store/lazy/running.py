@@ -39,6 +39,7 @@ async def serve_filler(filler: Filler, control: Path, clock: Clock, copier: Copi
     sys.setswitchinterval(_SWITCH_S)
     filler.open()
     await rehearse(filler.cache.scratch, clock, copier)
+    await filler.fetcher.measure()
     await filler.prepare()
     gc.freeze()
     gc.set_threshold(*_COLLECT)

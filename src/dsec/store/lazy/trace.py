@@ -50,7 +50,12 @@ async def load_trace(store: BlobStore, layer: str) -> list[int]:
     """The chunks to fetch first; empty where nobody recorded any. They may be none of the layer's. Raises
     `Unavailable`."""
     try:
-        data = await store.get(trace_key(layer), 0, 4 * MOST)
+        return decode_trace(await store.get(trace_key(layer), 0, 4 * MOST))
     except NotFound:
         return []
+
+
+def decode_trace(data: bytes) -> list[int]:
+    """Of an object of the store, at most `MOST`."""
+    data = data[: 4 * MOST]
     return list(struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4]))
