@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
@@ -79,6 +80,15 @@ class MachineFactory(ABC):
             return made
 
         disks.copy = fail
+
+
+def launchers(run: Path) -> list[int]:
+    """Processes that were started for this run directory: launchers, by the socket that they are told."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if os.fsencode(run) in path.read_bytes() else []
+    return found
 
 
 @contextmanager

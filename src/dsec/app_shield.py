@@ -108,9 +108,14 @@ def serve_in_vm(
 
 
 def prepare(state: Path | None, log_format: LogFormat, log_level: str) -> Config:
-    """What comes before an event loop. Raises `InvalidRequest`, `PermissionDenied`."""
-    configure(log_format, log_level)
+    """What comes before an event loop. Raises `InvalidRequest`, `PermissionDenied`, `Unsupported`."""
     config = read_config(state)
+    if config.store:
+        raise Unsupported(
+            "DSEC_STORE is set, and a server in a machine of its own has no shared store in this version",
+            remedy="Leave DSEC_STORE out: environments of this node's own are in the machine. Or leave --in-vm out.",
+        )
+    configure(log_format, log_level)
     check_root()
     make_state(config)
     raise_open_files()
@@ -137,10 +142,17 @@ async def run_shield(
 async def open_shield(
     config: Config, shape: ShieldShape, inner: Inner | None = None, *, keep: bool = False
 ) -> AsyncIterator[Front]:
-    """What a shield stands on; without `keep` nothing of it is left at the end but its state's disk. Raises
-    `PermissionDenied`, `Unavailable` where another server has the state directory, `Unsupported`."""
+    """What a shield stands on. Without `keep`, or where no machine serves at the end that the next process could take
+    over, nothing of it is left but its state's disk. Raises `PermissionDenied`, `Unavailable` where another server has
+    the state directory, `Unsupported`."""
     check_root()
     inner = inner or one_node()
+    left: Left | None = None
+    front: Front | None = None
+
+    def goes_on() -> bool:
+        return keep and (left is not None if front is None else front.goes_on)
+
     async with AsyncExitStack() as undo:
         state = StateDir(config.state, edge=inner.edge)
         undo.callback(state.close)
@@ -148,7 +160,7 @@ async def open_shield(
         environments = open_environments(config)
         await asyncio.to_thread(environments.ensure_default, build_default)
         on_host = await asyncio.to_thread(open_host, config)
-        undo.callback(_close_host, on_host, keep=keep)
+        undo.callback(lambda: _close_host(on_host, keep=goes_on()))
         node = await asyncio.to_thread(open_machines, replace(config, vm_spare=0), on_host)
         if node is None:
             raise Unsupported("this host can run no virtual machines", remedy="`dsec doctor` says what is missing.")
@@ -157,8 +169,8 @@ async def open_shield(
                 "the kernel of machines here was imported without what a way out takes",
                 remedy="Import it again: `dsec kernel import`.",
             )
+        undo.push_async_callback(lambda: node.close(keep=goes_on()))
         left = await _open_node(node, config.run / LEFT)
-        undo.push_async_callback(node.close, keep=keep)
         native = await asyncio.to_thread(build_native, config.state)
         own = await asyncio.to_thread(shield_layer, environments.layers, native, source_dir(), extras=inner.extras)
         kind = "btrfs" if node.kernel().origin == "built" else "ext4"  # the other kernel has no btrfs
@@ -228,6 +240,12 @@ class Front:
         self._disk = disk
         self._left = left
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a machine for the next process: one that serves, or one of an earlier process that this one
+        has not begun to serve."""
+        return self._left is not None or (self.ready.is_set() and self.shield is not None)
+
     @asynccontextmanager
     async def listen(self, host: str, port: int, scheme: str = "http") -> AsyncIterator[None]:
         """Serve HTTP there, as long as there is a shield. Raises `InvalidRequest`."""
@@ -269,8 +287,9 @@ class Front:
         argv = self._inner.argv(self.url)
         prepared = await asyncio.to_thread(self._prepare, wanted)
         what = hashlib.sha256(msgspec.json.encode([self._own, argv, self._shape, prepared], order="sorted")).hexdigest()
-        left, self._left = self._left, None
-        if left is None or not await self._take_over(left, what):
+        taken = self._left is not None and await self._take_over(self._left, what)
+        self._left = None  # until then it goes on, whatever becomes of this process
+        if not taken:
             self.shield = await self._boot(wanted)
             replace_file(self._config.run / LEFT, msgspec.json.encode(self.shield.left(what)))
             await self._lead_out(self.shield)
@@ -356,8 +375,9 @@ class Front:
 
     async def close(self, *, keep: bool = False) -> None:
         """End the machine, in order where it goes on. `keep`: leave one that serves to the next process."""
-        if keep and self.ready.is_set() and self.shield is not None:
-            await self.shield.let_go()
+        if keep and self.goes_on:
+            if self.shield is not None:
+                await self.shield.let_go()
             return
         if self.shield is not None:
             await self.shield.stop(_STOP_S)

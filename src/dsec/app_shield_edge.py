@@ -17,7 +17,7 @@ from dsec.app_shield import Inner, prepare, run_shield
 from dsec.backends.microvm.shield import PORT, STATE, ShieldShape
 from dsec.backends.microvm.shield_out import servers_of
 from dsec.cluster.credentials import Credentials
-from dsec.errors import InvalidRequest, Unsupported
+from dsec.errors import InvalidRequest
 
 CREDENTIALS = "cluster/edge.json"
 AUTHORITY = "cluster/ca.pem"
@@ -35,11 +35,6 @@ def serve_edge_in_vm(
     """An edge, in a machine, in the foreground until SIGTERM or SIGINT. Returns the exit code. Raises `InvalidRequest`,
     `Unavailable`, `Unsupported`."""
     config = prepare(state, listening.log_format, listening.log_level)
-    if config.store and "://" not in config.store:
-        raise Unsupported(
-            "a shared store that is a directory of this host isn't in reach of a machine of its own",
-            remedy="Leave DSEC_STORE out, or run the edge without --in-vm.",
-        )
     tls = not LOOPBACK.match(listening.host) if listening.tls is None else listening.tls
 
     async def run() -> int:

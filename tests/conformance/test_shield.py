@@ -21,10 +21,11 @@ import pytest
 pytest.register_assert_rewrite("dsec.testing.conformance")
 
 from dsec import AsyncClient  # noqa: E402
-from dsec.app_shield import Front, open_shield  # noqa: E402
+from dsec.app_shield import Front, Inner, open_shield  # noqa: E402
 from dsec.backends.microvm.shield import ShieldShape  # noqa: E402
 from dsec.configuration import Config  # noqa: E402
-from dsec.errors import SandboxLost  # noqa: E402
+from dsec.errors import CreateFailed, SandboxLost  # noqa: E402
+from dsec.kernel import mounts  # noqa: E402
 from dsec.sdk._config import FILE_NAME, Endpoint  # noqa: E402
 from dsec.spec.causes import Cause  # noqa: E402
 from dsec.spec.operations import OpRequest  # noqa: E402
@@ -34,6 +35,7 @@ from dsec.testing.conformance import backend, sandboxes  # noqa: E402, F401
 from dsec.testing.conformance.kit import Feature  # noqa: E402
 from dsec.testing.remote import RemoteBackend  # noqa: E402
 from free_port import free_port  # noqa: E402
+from machines_kit import launchers  # noqa: E402
 
 pytestmark = [
     pytest.mark.root,
@@ -45,6 +47,17 @@ if os.environ.get("DSEC_TEST_SHIELD") == "all":
 
 SHAPE = ShieldShape(vcpus=1, memory_bytes=1 << 30, state_bytes=2 << 30)
 PATIENCE_S = 900.0
+
+
+async def test_a_first_start_that_fails_leaves_nothing(place: Config) -> None:
+    """Though it was to be kept: there is no machine that anybody could take over."""
+    with pytest.raises(CreateFailed, match="store"):
+        async with open_shield(place, SHAPE, Inner(argv=lambda _: [], files={"store": ""}), keep=True) as front:
+            await front.keep()
+    run = os.fsencode(place.run)
+    assert not [each.target for each in mounts.mounted() if run in os.fsencode(each.target)]
+    assert not launchers(place.run)
+    assert not {"vm.sock", "shield.json"} & {path.name for path in place.run.iterdir()}
 
 
 class TestPart:
@@ -190,13 +203,10 @@ def left_over() -> list[Shielded]:
 
 
 @pytest.fixture(scope="module")
-def shielded(
-    left_over: list[Shielded],
-    outside: tuple[str, int],
-    debian_store: Path,
-    vm_templates: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Shielded]:
+def place(
+    outside: tuple[str, int], debian_store: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Config:
+    """Where the module's shield is."""
     state = tmp_path_factory.mktemp("shield") / "state"
     (state / "store" / "layers").mkdir(parents=True)
     for path in (*debian_store.glob("*"), *debian_store.glob("layers/*")):  # the layer with our server stays here
@@ -205,7 +215,12 @@ def shielded(
     (state / "native").symlink_to(debian_store.parent / "native")
     (state / "network.toml").write_text(network_file(*outside))
     run = tmp_path_factory.mktemp("machine") / f"run-{os.getpid()}"
-    found = Shielded(Config(state=state, run=run, vm_accel="tcg"), keep=True)
+    return Config(state=state, run=run, vm_accel="tcg")
+
+
+@pytest.fixture(scope="module")
+def shielded(left_over: list[Shielded], place: Config) -> Iterator[Shielded]:
+    found = Shielded(place, keep=True)
     try:
         found.start()
         yield found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import shutil
 import signal
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from dsec.app import open_host, open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.configuration import Config
 from dsec.edge.config import SystemClock
+from dsec.errors import Unavailable
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import ok, shell
@@ -27,6 +30,8 @@ from dsec.vmm.launcher import UID_BASE
 from dsec.vmm.launcher.jail import STEM_CAPABILITIES, STEM_UID
 from dsec.vmm.launcher.seccomp import filter_program
 from dsec.vmm.launcher.serving import Launcher
+from dsec.vmm.launching import LauncherClient
+from machines_kit import launchers
 
 pytestmark = [
     pytest.mark.root,
@@ -146,6 +151,59 @@ def test_a_stem_that_lies_about_its_branch_is_ended() -> None:
         assert stem.wait(10) == -signal.SIGKILL
     assert "one" not in launcher.live
     os.close(launcher.own_pids)
+
+
+IDLE = """
+import socket, sys
+from dsec.vmm.launcher import serving
+serving.FIRST_S = 0.3
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    listening.bind(sys.argv[1])
+    listening.listen()
+    serving.Launcher(listening, -1).serve()
+"""
+
+
+def test_a_launcher_that_nobody_came_to_ends(tmp_path: Path) -> None:
+    """Whoever started it was killed before it could know of it."""
+    with subprocess.Popen([sys.executable, "-c", IDLE, str(tmp_path / "one.sock")]) as launcher:
+        assert launcher.wait(60) == 0
+
+
+async def test_a_launcher_whose_start_was_cancelled_is_known(backend: MicroVmBackend) -> None:
+    """By a signal to a server that is just making its first machine, say: it ends with the server as any."""
+    node = backend.node
+    starting = asyncio.create_task(node.serving())
+    await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await node.serving()
+    await asyncio.sleep(1)  # another one would be there by now
+    assert len(launchers(node.host.run)) == 1
+
+
+async def test_a_launcher_of_another_version_is_ended(tmp_path: Path) -> None:
+    async def answer() -> list[str]:
+        said = []
+        sock = (await loop.sock_accept(listening))[0]
+        with sock:
+            while data := await loop.sock_recv(sock, 4096):
+                asked = json.loads(data)
+                said.append(asked["do"])
+                await loop.sock_sendall(sock, json.dumps({"version": 0, "op": asked["op"]}).encode())
+        return said
+
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.setblocking(False)
+        listening.bind(str(tmp_path / "one.sock"))
+        listening.listen()
+        answering = asyncio.create_task(answer())
+        client = LauncherClient(on_exit=lambda *_: None, on_lost=lambda: None)
+        with pytest.raises(Unavailable, match="another version"):
+            await client.connect(tmp_path / "one.sock")
+        assert await answering == ["hello", "shutdown"]
 
 
 async def test_a_templates_memory_can_not_be_changed(backend: MicroVmBackend) -> None:

@@ -76,7 +76,8 @@ class LauncherClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, path: Path) -> LauncherState:
-        """Say hello and learn what runs. Raises `Unavailable` where no launcher of our version serves there."""
+        """Say hello and learn what runs. Raises `Unavailable` where no launcher of our version serves there; one of
+        another version is ended, and all its VMMs: nobody could ever do it later."""
         self._loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.setblocking(False)
@@ -87,10 +88,14 @@ class LauncherClient:
             raise Unavailable(f"no launcher of virtual machines serves: {error}") from None
         self._socket = sock
         self._loop.add_reader(sock.fileno(), self._readable)
-        found, _ = await self._ask("hello")
-        if found.get("version") != VERSION:
+        try:
+            found, _ = await self._ask("hello")
+            if found.get("version") != VERSION:
+                await self._ask("shutdown")
+                raise Unavailable("the launcher of virtual machines is of another version")
+        except BaseException:
             self.close()
-            raise Unavailable("the launcher of virtual machines is of another version")
+            raise
         return LauncherState(
             found["epoch"],
             found["live"],

@@ -69,7 +69,7 @@ class MachineNode(ABC):
         self.epoch = 0
         self._name = name
         self._socket = host.run / f"{name}.sock"
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
     @abstractmethod
@@ -105,18 +105,22 @@ class MachineNode(ABC):
         """See to it that there is a launcher. Raises `Unavailable`."""
         if self.machines.launcher is not None:
             return
-        async with self._starting:
-            if self.machines.launcher is not None:
-                return
-            unit = f"dsec-{self._name}-{self.host.run.name}"
-            await start_launcher(self._socket, self.driver.paths, unit=unit, sockets=self.driver.listens)
-            client = LauncherClient(on_exit=self.machines.on_exit, on_lost=self._lost)
-            await client.connect(self._socket)
-            self.machines.launcher = client
-            await self.launcher_started()
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start_launcher(), name=f"launcher of {self._name}")
+        await asyncio.shield(self._starting)  # who asked may go away; a launcher that is up has to be known
+
+    async def _start_launcher(self) -> None:
+        unit = f"dsec-{self._name}-{self.host.run.name}"
+        await start_launcher(self._socket, self.driver.paths, unit=unit, sockets=self.driver.listens)
+        client = LauncherClient(on_exit=self.machines.on_exit, on_lost=self._lost)
+        await client.connect(self._socket)
+        self.machines.launcher = client
+        await self.launcher_started()
 
     async def disconnect(self, *, keep: bool) -> None:
         """`keep`: machines go on for the next server."""
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         launcher, self.machines.launcher = self.machines.launcher, None
         if launcher is not None and keep:
             launcher.close()

@@ -2,7 +2,8 @@
 
 Run as a program by the path of this package, without the rest of dsec: `launcher SOCKET [--sockets] PROGRAM
 [DIRECTORY...]`. It listens on SOCKET (SOCK_SEQPACKET; the last connection is the one that counts), goes to the
-background when it does, and ends by `shutdown`. Messages are JSON objects, descriptors travel beside them.
+background when it does, and ends by `shutdown`, or where nobody ever connects. Messages are JSON objects, descriptors
+travel beside them.
 
     hello                        -> {"epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}

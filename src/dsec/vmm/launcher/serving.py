@@ -30,6 +30,8 @@ from dsec.vmm.launcher.seccomp import load_filter
 STEM_FILES = 4  # stem.c's MOST_FILES
 STEM_ANSWER_S = 10.0
 SAID = 4000
+FIRST_S = 60.0
+"""How long it waits for the first who connects."""
 
 
 class Launcher:
@@ -54,9 +56,13 @@ class Launcher:
         wake, note = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(note)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        first_s: float | None = FIRST_S
         while True:
             wanted: list[Any] = [self.listening, wake, *([self.client] if self.client else [])]
-            ready, _, _ = select.select(wanted, [], [])
+            ready, _, _ = select.select(wanted, [], [], first_s)
+            if not ready:
+                return  # who started it is gone, and nobody else knows of it
+            first_s = None
             if wake in ready:
                 os.read(wake, 4096)
                 self.reap()
