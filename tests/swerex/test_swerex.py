@@ -30,8 +30,9 @@ def swerex_python() -> Path:
     python = place / "bin" / "python"
     done = place / "complete"
     if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *REQUIRED], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(place)], check=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+        subprocess.run([*pip, "install", "-q", *REQUIRED], check=True)
         done.touch()
     return python
 
