@@ -7,18 +7,16 @@ Owns: the built variants, the guest's process, its channel, and a cgroup of its 
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import fcntl
 import functools
+import hashlib
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,21 +41,30 @@ SANITIZER_ENV = {
 
 @functools.cache
 def _out() -> Path:
-    out = Path(tempfile.mkdtemp(prefix="dsec-native-"))
-    atexit.register(shutil.rmtree, out, ignore_errors=True)
-    return out
+    """Kept between runs, for these sources."""
+    digest = hashlib.sha256()
+    for path in sorted(NATIVE.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(NATIVE)}\0".encode() + path.read_bytes())
+    return NATIVE.parent / "build" / "tests" / "programs" / digest.hexdigest()[:16]
 
 
 @functools.cache
 def built(variant: str, name: str = "guest") -> Path:
-    """The path of a program, compiled once a test run, with the sanitizers or as it ships."""
+    """The path of a program, compiled once for all workers, with the sanitizers or as it ships."""
     out = _out() / variant
+    out.mkdir(parents=True, exist_ok=True)
     san = ["SAN=1"] if variant == "sanitized" else []
-    done = subprocess.run(
-        ["make", "-s", "-C", str(NATIVE), f"OUT={out}", *san, str(out / name)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    whole = out / f"{name}.whole"
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            done = subprocess.run(
+                ["make", "-s", "-C", str(NATIVE), f"OUT={out}", *san, str(out / name)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+            whole.touch()
     return out / name
 
 
