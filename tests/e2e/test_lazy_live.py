@@ -12,6 +12,7 @@ import pytest
 from image_kit import tar
 
 from dsec import Client
+from dsec.errors import NotFound
 from dsec.spec.causes import Cause
 from dsec.store.format import is_layer
 from server_kit import Server, serving
@@ -106,6 +107,34 @@ def test_a_store_that_is_gone_is_the_platforms_fault(
         finally:
             (shared / "elsewhere").rename(shared / "packs")
         assert sandbox.commands.run(["cat", "/data/data0"]).stdout_bytes == files["data0"]
+
+
+def test_what_another_node_made_is_there_for_all_that_is_done_with_layers(
+    clients: tuple[Client, Client], shared: Path, tmp_path: Path
+) -> None:
+    one, two = clients
+    publish(one, tmp_path, "made")
+    stored = {path.name for path in (shared / "manifests").iterdir()}
+    assert stored.issuperset(one.catalog.environment("made")["environment"]["layers"]), "the base is others' too"
+    layer = one.catalog.layer("made-files@1")["digest"]
+    assert two.catalog.layer("made-files@1")["digest"] == layer
+    shown = two.catalog.environment("made")
+    assert shown["layers"][0]["digest"] == layer
+    assert two.catalog.verify("made-files@1") == {"digest": layer}
+    for number, client in enumerate(clients):
+        client.catalog.export("made-files@1", tmp_path / f"{number}.tar")
+    assert (tmp_path / "0.tar").read_bytes() == (tmp_path / "1.tar").read_bytes()
+    publish(one, tmp_path, "apart")
+    merged = [client.catalog.merge(["apart-files@1", "made-files@1"], "both@1")["layer"] for client in clients]
+    assert merged[0] == merged[1]
+    publish(one, tmp_path, "below")
+    (tmp_path / "Dockerfile").write_text("FROM below\nCOPY --from=apart /data/data1 /copied\nRUN cp /data/data0 /own\n")
+    two.catalog.build_dockerfile(tmp_path, "above")
+    with one.create("above") as sandbox:
+        assert sandbox.commands.run("cmp /own /data/data0 && wc -c </copied").stdout == f"{MIB + 5000}\n"
+    for call in (two.catalog.layer, two.catalog.verify):
+        with pytest.raises(NotFound):
+            call("nobodys@1")
 
 
 def test_a_name_that_another_node_changes_means_the_new_thing_soon(

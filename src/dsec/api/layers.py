@@ -182,7 +182,7 @@ class Layers:
             await _stream(x, verify)
         elif verb == "export":
             x.only("GET")
-            await _send(x, await asyncio.to_thread(self._service.export, project, reference))
+            await _send(x, await self._service.export(project, reference))
         elif verb:
             raise NotFound(f"no such path: {x.scope['path']}", remedy="GET /openapi.json lists them")
         elif x.scope["method"] == "DELETE":
@@ -307,7 +307,7 @@ class Layers:
             await self._service.publish()
             await x.empty()
             return
-        found = self._service.environments.get(name, project)
+        found = await self._service.find_environment(project, name)
         await x.answer(200, EnvironmentDetails(found, [await self._service.inspect(project, d) for d in found.layers]))
 
     def _named(self, project: str, name: str, description: str, readers: list[str]) -> Callable[[Imported], None]:

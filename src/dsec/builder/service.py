@@ -176,7 +176,7 @@ class BuildService:
         readers: Sequence[str] = (),
     ) -> Environment:
         """Make what was built an environment."""
-        return await asyncio.to_thread(
+        made = await asyncio.to_thread(
             self.layers.environments.put,
             name,
             layers,
@@ -186,6 +186,8 @@ class BuildService:
             project=project,
             readers=readers,
         )
+        await self.layers.publish()
+        return made
 
     @staticmethod
     def _context(archive: Path, data: object, name: str) -> tuple[Files, Dockerfile]:

@@ -121,7 +121,7 @@ class Workshop:
             return Stage([], ImageConfig(), ImageConfig())
         runtime = environments.runtime()
         try:
-            environment = environments.get(reference, self.project)
+            environment = await self._service.find_environment(self.project, reference)
         except EnvironmentNotFound:
             pass
         else:
@@ -136,7 +136,7 @@ class Workshop:
             )
             return Stage(layers, config, said)
         with contextlib.suppress(NotFound):
-            layers = [environments.find_layer(reference, self.project)]
+            layers = [await self._service.find_layer(self.project, reference)]
             said = await asyncio.to_thread(self._said, layers)
             return Stage(layers, said, said)
         chosen = platform or self._platform

@@ -7,6 +7,7 @@ for the other. Work that blocks runs in threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -199,7 +200,7 @@ class LayerService:
         progress: Progress = quiet,
     ) -> LayerMeta:
         """One layer of several (top first); `then` gives it a name. Raises `NotFound`, `InvalidRequest`."""
-        layers = [self.environments.find_layer(each, project) for each in references]
+        layers = [await self.find_layer(project, each) for each in references]
         async with self.making():
             progress("merging")
             meta = await asyncio.to_thread(merge_layers, self.layers, layers, kind)
@@ -228,10 +229,11 @@ class LayerService:
             await self._remote.publish()
 
     async def share(self, layers: Sequence[str], progress: Progress) -> None:
-        """Push them (top first) to the shared store, where there is one."""
+        """Push them (top first), and what lies below all, to the shared store, where there is one."""
         if self.shared is not None:
-            for layer in reversed(layers):
-                await self.shared.push(layer, progress)
+            for layer in dict.fromkeys((self.environments.runtime(), *reversed(layers))):
+                with contextlib.suppress(NotFound):  # of the first version: it stays on its node
+                    await self.shared.push(layer, progress)
 
     async def create_environment(
         self,
@@ -248,17 +250,11 @@ class LayerService:
         """Make or replace an environment of layers by name or digest, or of other environments' layers
         (`env:NAME`), top first. Raises `NotFound`, `EnvironmentNotFound`, `InvalidRequest`."""
         layers: list[str] = []
-        if self._remote is not None:
-            named = [each for each in references if not each.startswith("env:")]
-            await self._remote.learn(SandboxSpec(environment=SCRATCH, layers=named), project)
-            for each in references:
-                if each.startswith("env:"):
-                    await self._remote.learn(SandboxSpec(environment=each.removeprefix("env:")), project)
         for each in references:
             if each.startswith("env:"):
-                layers += self.environments.get(each.removeprefix("env:"), project).layers
+                layers += (await self.find_environment(project, each.removeprefix("env:"))).layers
             else:
-                layers.append(self.environments.find_layer(each, project))
+                layers.append(await self.find_layer(project, each))
         environment = await asyncio.to_thread(
             self.environments.put,
             name,
@@ -270,10 +266,27 @@ class LayerService:
             project=project,
             readers=readers,
         )
+        await self.share(environment.layers, quiet)
         await self.publish()
         return environment
 
     # --- looking ---
+
+    async def find_layer(self, project: str, reference: str) -> str:
+        """The digest of a layer by its name or digest, to be read here: of one that only the store has, what is read
+        is fetched. Raises `NotFound`, `LayerCorrupt`, `Unavailable`."""
+        await self._learn(SandboxSpec(environment=SCRATCH, layers=[reference]), project)
+        return self.environments.find_layer(reference, project)
+
+    async def find_environment(self, project: str, name: str) -> Environment:
+        """What a project means by a name, its layers to be read here, as by `find_layer`. Raises
+        `EnvironmentNotFound`, `LayerCorrupt`, `Unavailable`."""
+        await self._learn(SandboxSpec(environment=name), project)
+        return self.environments.get(name, project)
+
+    async def _learn(self, needed: SandboxSpec, project: str) -> None:
+        if self._remote is not None and not self._remote.knows(needed, project):
+            await self._remote.learn(needed, project)
 
     async def list(self, project: str) -> Sequence[LayerInfo]:
         """The layers that a project may read."""
@@ -306,8 +319,8 @@ class LayerService:
         ]
 
     async def inspect(self, project: str, reference: str) -> LayerInfo:
-        """Everything about a layer. Raises `NotFound`."""
-        digest = self.environments.find_layer(reference, project)
+        """Everything about a layer. Raises as `find_layer`."""
+        digest = await self.find_layer(project, reference)
         (brief,) = await asyncio.to_thread(self._briefs, [digest], project)
         try:
             manifest = await asyncio.to_thread(self.layers.manifest, digest)
@@ -339,8 +352,8 @@ class LayerService:
 
     async def verify(self, project: str, reference: str, progress: Progress = quiet) -> str:
         """Read all of a layer here, and in the store where there is one, and compare it with its digests. Returns the
-        layer's digest. Raises `NotFound`, `LayerCorrupt`."""
-        digest = self.environments.find_layer(reference, project)
+        layer's digest. Raises as `find_layer`."""
+        digest = await self.find_layer(project, reference)
 
         def local() -> None:
             manifest, files = self.layers.manifest(digest), self.layers.files(digest)
@@ -358,10 +371,10 @@ class LayerService:
             await self.shared.verify(digest, progress)
         return digest
 
-    def export(self, project: str, reference: str) -> Iterator[bytes]:
-        """A layer as a tar archive; to be iterated in a thread. Raises `NotFound`."""
-        digest = self.environments.find_layer(reference, project)
-        self.layers.manifest(digest)
+    async def export(self, project: str, reference: str) -> Iterator[bytes]:
+        """A layer as a tar archive; to be iterated in a thread. Raises as `find_layer`."""
+        digest = await self.find_layer(project, reference)
+        await asyncio.to_thread(self.layers.manifest, digest)
         return export_layer(self.layers, digest)
 
     # --- removing ---

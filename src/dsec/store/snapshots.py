@@ -14,6 +14,7 @@ from dsec.store.format import ImageConfig
 from dsec.store.layers import LayerMeta
 from dsec.store.scrub import RULES, Report, scrub
 from dsec.store.service import LayerService
+from dsec.store.shared import quiet
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -69,7 +70,7 @@ async def pack(  # noqa: PLR0917
     try:
         async with service.making():
             meta, report = await asyncio.shield(asyncio.to_thread(work))
-            await service.share([meta.digest], lambda *_: None)
+            await service.share([meta.digest, *spec.layers], quiet)
             await service.publish()
     except OSError as error:
         if error.errno in _FULL:

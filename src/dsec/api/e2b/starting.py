@@ -33,7 +33,7 @@ class Starter:
 
     async def config(self, name: str, project: str) -> ImageConfig:
         """What the topmost layer of an environment says. Raises `EnvironmentNotFound`."""
-        top = self._layers.environments.get(name, project).layers[0]
+        top = (await self._layers.find_environment(project, name)).layers[0]
         known = self._configs.get(top)
         if known is None:
             known = ImageConfig()

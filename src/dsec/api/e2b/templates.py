@@ -326,6 +326,7 @@ class Templates:
             raise NotFound(f"there is no template {template[:200]!r}")
         for each in found:
             await asyncio.to_thread(environments.remove, each, principal.project)
+        await self._builder.layers.publish()
         await call.x.empty()
 
     def _find(self, build_id: str, principal: Principal) -> Build:
