@@ -461,8 +461,11 @@ class BlobStore(Protocol):
         """Make or replace it, of bytes or of a file's content. Durable on return."""
         ...
 
-    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        """Make it; False where it exists already, even by a writer at the same time. Durable on return."""
+    async def put_if_absent(
+        self, key: str, data: bytes | Path, told: Callable[[int], None] = lambda done: None
+    ) -> bool:
+        """Make it; False where it exists already, even by a writer at the same time. Durable on return. `told`: of the
+        bytes that went so far, now and then, by any thread."""
         ...
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gzip
 import json
+import os
 import subprocess
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -293,6 +294,25 @@ class Liar:
         return web.Response(body=data[begin:], status=206 if begin else 200, content_type=media, headers=headers)
 
 
+async def test_downloads_side_by_side_are_told_as_one(layers: LayerStore) -> None:
+    """So that what is left can be said."""
+    image = TinyImage(*[tar((f"f{n}", os.urandom(2_000_000))) for n in range(5)])
+    total = sum(each["size"] for each in image.layers)
+    told: list[tuple[int, int]] = []
+
+    def progress(step: str, done: int = 0, total: int = 0) -> None:
+        if step == "downloading":
+            told.append((done, total))
+
+    async with serving(Liar(image).routes) as url:
+        source = RegistrySource(parse_reference(f"{url}/app:1"))
+        await Importer(layers).run(source, AMD64, "base", progress)
+        await source.close()
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {each for _, each in told} == {total}
+    assert told[-1][0] == total
+
+
 async def ask(layers: LayerStore, liar: Liar, credentials: str | None = None) -> Imported:
     async with serving(liar.routes) as url:
         return await load(layers, RegistrySource(parse_reference(f"{url}/app:1"), credentials, pause_s=0.01))
@@ -472,7 +492,13 @@ def test_references() -> None:
     ):
         assert parse_reference(text) == (url, name, reference)
     assert parse_reference("team/app:2", "mirror.example/x").name == "x/team/app"
-    for bad in ("app", "team/app", "host.example/", "host.example/APP", "host.example/a:b:c", "ftp://host/a",
+    assert parse_reference("python:3.11-slim", "mirror.example") == (
+        "https://mirror.example",
+        "python",
+        "3.11-slim",
+    )
+    assert parse_reference("app@" + digest, "http://mirror.example").reference == digest
+    for bad in ("app", "app:1", "team/app", "host.example/", "host.example/APP", "host.example/a:b:c", "ftp://host/a",
                 "host.example/a@sha256:12", "host.example/../x", "https://u:p@host.example/a", "x" * 2000):  # fmt: skip
         with pytest.raises(InvalidRequest):
             parse_reference(bad)

@@ -15,6 +15,7 @@ from store_kit import keys, make_bucket, node, project, s3_server, until
 
 from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, Unavailable
 from dsec.ports import BlobStore
+from dsec.store import blobs
 from dsec.store import format as form
 from dsec.store.blobs import BucketStore, DirectoryStore, open_store
 from dsec.store.shared import SharedLayers
@@ -78,6 +79,19 @@ async def test_objects(store: BlobStore, tmp_path: Path) -> None:
             await store.put(bad, b"")
         with pytest.raises(InvalidRequest):
             await store.get(bad)
+
+
+async def test_a_large_object_tells_how_far_it_is(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "_ONE_PUT_BYTES", 1 << 20)
+    (tmp_path / "file").write_bytes(data := os.urandom(12_000_000))
+    told: list[int] = []
+    assert await store.put_if_absent("packs/large", tmp_path / "file", told.append)
+    assert told == sorted(told)
+    assert len(told) > 5
+    assert told[-1] == len(data)
+    assert await store.get("packs/large") == data
 
 
 async def test_one_of_many_writers_wins_and_readers_see_whole_objects(store: BlobStore) -> None:

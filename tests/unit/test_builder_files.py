@@ -139,8 +139,16 @@ def test_files_by_name_and_by_pattern(store: LayerStore, image: Layers, context:
         "opt/d.md": "640 7:8 d",
     }
     assert copied(store, image, context, ["src/a.txt"], "/own", owner=None) == {"own": "644 5:6 a"}
-    with pytest.raises(InvalidRequest, match="is to be a directory"):
-        copied(store, image, context, ["src"], "/file")
+    for source, onto in (
+        ("src", "/file"),
+        ("src", "/file/x"),
+        ("c.md", "/file/"),
+        ("c.md", "/file/x/y"),
+        ("c.md", "/file/x"),
+    ):
+        with pytest.raises(InvalidRequest, match="'/file' is to be a directory"):
+            copied(store, image, context, [source], onto)
+    assert copied(store, image, context, ["c.md"], "/file") == {"file": "755 0:0 c"}
 
 
 @pytest.mark.parametrize("name", ["plain.tar", "packed.tgz", "packed.bz2", "packed.xz", "packed.zst"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from dsec.cli.progress import line, span
+from dsec.cli.progress import Steps, line, span
 
 MIB = 1 << 20
 
@@ -31,3 +33,44 @@ def test_a_step_in_words(done: int, total: int, seconds: float, shown: str) -> N
 )
 def test_a_simulation_in_words(virtual_s: float, rate: float, shown: str) -> None:
     assert span("seed 7", virtual_s, 7200.0, rate, 40) == shown
+
+
+class Terminal:
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        self.shown.append(text.strip())
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def test_steps_that_go_on_together_have_each_their_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told in turns, as downloads and what is done with them are. What was there before doesn't count as quick."""
+    now, terminal = 100.0, Terminal()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    with Steps() as steps:
+        for second in range(6):
+            now = 100.0 + second
+            steps.show("downloading", (10 + second) * MIB, 40 * MIB)
+            now += 0.5
+            steps.show("unpacking", second * MIB, 5 * MIB)
+        first = "downloading  15 MiB of 40 MiB  37 %  1 MiB/s  25 s left"
+        assert terminal.shown[-2:] == [
+            f"{first}; unpacking  4 MiB of 5 MiB  80 %  1 MiB/s  1 s left",
+            f"{first}; unpacking  5 MiB of 5 MiB  100 %  1 MiB/s",
+        ]
+        now = 106.0
+        steps.show("downloading", 40 * MIB, 40 * MIB)
+        assert terminal.shown[-1] == "downloading  40 MiB of 40 MiB  100 %  5 MiB/s"
+        monkeypatch.setenv("COLUMNS", "30")
+        now = 107.0
+        steps.show("downloading", 40 * MIB, 40 * MIB)
+        assert len(terminal.shown[-1]) <= 29
+    assert terminal.shown[-1] == ""

@@ -171,6 +171,7 @@ class Entries:
     def _copied(self, copy: Copy) -> Iterator[Header]:
         below = self._image.find(copy.dest)
         into = copy.into or len(copy.sources) > 1 or (below is not None and below.is_dir)
+        self._check_way(copy.dest if into else copy.dest.rpartition(b"/")[0])
         for source in copy.sources:
             if source.node.is_dir:
                 yield from self._tree(copy, source.node, copy.dest)
@@ -180,10 +181,20 @@ class Entries:
                 name = copy.dest.rstrip(b"/") + b"/" + source.name if into else copy.dest
                 yield self._entry(copy, source.node, name)
 
+    def _check_way(self, path: bytes) -> None:
+        """What is to be a directory is one, or nothing yet."""
+        parts = [part for part in path.split(b"/") if part]
+        for length in range(1, len(parts) + 1):
+            found = self._image.find(b"/".join(parts[:length]))
+            if found is None:
+                return
+            if not found.is_dir:
+                shown = b"/" + b"/".join(parts[:length])
+                raise InvalidRequest(f"{shown.decode(errors='replace')[:200]!r} is to be a directory, and is a file")
+
     def _tree(self, copy: Copy, top: Node, dest: bytes) -> Iterator[Header]:
+        self._check_way(dest)
         below = self._image.find(dest)
-        if below is not None and not below.is_dir:
-            raise InvalidRequest(f"{dest.decode(errors='replace')[:200]!r} is to be a directory, and is a file")
         excluded = Ignored(copy.exclude)
         for path, node in visible(top):
             if path and copy.exclude and excluded(path.decode(errors="surrogateescape")):

@@ -140,13 +140,19 @@ class Workshop:
             said = await asyncio.to_thread(self._said, layers)
             return Stage(layers, said, said)
         chosen = platform or self._platform
-        found = await self._service.fetch(
-            self.project,
-            reference,
-            parse_platform(chosen) if chosen else host_platform(),
-            lambda step, done=0, total=0: self.say(step) if not total else None,
-            credentials=credentials,
-        )
+        try:
+            found = await self._service.fetch(
+                self.project,
+                reference,
+                parse_platform(chosen) if chosen else host_platform(),
+                lambda step, done=0, total=0: self.say(step) if not total else None,
+                credentials=credentials,
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(
+                f"no earlier stage, environment or layer is called {reference[:200]!r}; as an image: {error.message}",
+                remedy=error.remedy,
+            ) from error
         return Stage(found.layers, found.config, found.config)
 
     def _said(self, layers: Sequence[str]) -> ImageConfig:

@@ -5,6 +5,7 @@ Of a copy it says bytes, rate and time left.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
@@ -12,6 +13,8 @@ from collections import deque
 from dsec.cli.output import age, readable
 
 _EVERY_S = 0.2
+_QUIET_S = 2.0
+"""A step that isn't told of for so long doesn't go on beside others."""
 _LINE_S = 15.0
 """The same where it is no terminal."""
 _LOOK_BACK_S = 60.0
@@ -135,12 +138,13 @@ def span(label: str, virtual_s: float, total_s: float, rate: float, live: int) -
 
 
 class Steps:
-    """The steps of long work on the server, on one line of stderr where that is a terminal."""
+    """The steps of long work on the server, on one line of stderr where that is a terminal. Several may go on at a
+    time."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
-        self._step = ""
-        self._began = self._shown_at = 0.0
+        self._running: dict[str, _Running] = {}
+        self._shown_at = 0.0
         self._width = 0
 
     def __enter__(self) -> Steps:
@@ -153,28 +157,51 @@ class Steps:
 
     def show(self, step: str, done: int, total: int) -> None:
         """`done` of `total` bytes; a total of 0 is unknown."""
-        now = time.monotonic()
-        if step != self._step:
-            self._step, self._began = step, now
-        elif not self._live or now - self._shown_at < _EVERY_S:
+        if not self._live:
             return
-        if self._live:
-            self._shown_at = now
-            text = line(step, done, total, now - self._began)
-            sys.stderr.write("\r" + text.ljust(self._width))
-            sys.stderr.flush()
-            self._width = max(self._width, len(text))
+        now = time.monotonic()
+        new = step not in self._running
+        known = self._running.setdefault(step, _Running(now, done))
+        known.done, known.total, known.told_at = done, total, now
+        if not new and now - self._shown_at < _EVERY_S:
+            return
+        self._shown_at = now
+        text = self.text(step, now)[: shutil.get_terminal_size().columns - 1]
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def text(self, latest: str, now: float) -> str:
+        """What goes on; what has ended, or wasn't heard of for long, is forgotten unless it is the latest."""
+        for step, each in list(self._running.items()):
+            if step != latest and (each.done == each.total or now - each.told_at > _QUIET_S):
+                del self._running[step]
+        return "; ".join(
+            line(step, each.done, each.total, each.told_at - each.began, each.done - each.began_at)
+            for step, each in self._running.items()
+        )
 
 
-def line(step: str, done: int, total: int, seconds: float) -> str:
-    """One step in words: bytes, rate, time left."""
+class _Running:
+    """A step that was told of."""
+
+    def __init__(self, began: float, began_at: int) -> None:
+        self.began = self.told_at = began
+        self.began_at = self.done = began_at
+        """Bytes."""
+        self.total = 0
+
+
+def line(step: str, done: int, total: int, seconds: float, came: int | None = None) -> str:
+    """One step in words: bytes, rate, time left. `came`: bytes in these seconds, where that isn't all of `done`."""
     if not done:
         return step
-    rate = done / max(seconds, 1e-6)
+    rate = (done if came is None else came) / max(seconds, 1e-6)
     text = f"{step}  {readable(done)}"
     if total:
         text += f" of {readable(total)}  {min(100, 100 * done // total)} %"
-    text += f"  {readable(int(rate))}/s"
-    if total > done:
-        text += f"  {age((total - done) / rate)} left"
+    if rate:
+        text += f"  {readable(int(rate))}/s"
+        if total > done:
+            text += f"  {age((total - done) / rate)} left"
     return text

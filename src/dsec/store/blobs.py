@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import timedelta
@@ -38,6 +37,18 @@ _KEY = re.compile(r"[A-Za-z0-9_+=%@-][A-Za-z0-9._+=%@-]*(/[A-Za-z0-9_+=%@-][A-Za
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 """In an error of obstore's."""
 _LIST_STEP = 1000
+_PIECE_BYTES = 1 << 20
+
+
+def _untold(done: int) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def _pieces(path: Path, told: Callable[[int], None]) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+            told(file.tell())
 
 
 def open_store(url: str) -> BlobStore:
@@ -93,8 +104,8 @@ class DirectoryStore:
     async def put(self, key: str, data: bytes | Path) -> None:
         await self._run(partial(self._put, _checked(key), data))
 
-    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        return await self._run(partial(self._put_if_absent, _checked(key), data))
+    async def put_if_absent(self, key: str, data: bytes | Path, told: Callable[[int], None] = _untold) -> bool:
+        return await self._run(partial(self._put_if_absent, _checked(key), data, told))
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         return await self._run(partial(self._get, _checked(key), offset, size))
@@ -183,14 +194,14 @@ class DirectoryStore:
         self._check_there()
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        with self._written(key, data) as fresh:
+        with self._written(key, data, _untold) as fresh:
             fresh.rename(self.root / key)
 
-    def _put_if_absent(self, key: str, data: bytes | Path) -> bool:
+    def _put_if_absent(self, key: str, data: bytes | Path, told: Callable[[int], None]) -> bool:
         target = self.root / key
         if target.exists():
             return False
-        with self._written(key, data) as fresh:
+        with self._written(key, data, told) as fresh:
             try:
                 os.link(fresh, target)
             except FileExistsError:
@@ -204,15 +215,15 @@ class DirectoryStore:
         return True
 
     @contextlib.contextmanager
-    def _written(self, key: str, data: bytes | Path) -> Iterator[Path]:
+    def _written(self, key: str, data: bytes | Path, told: Callable[[int], None]) -> Iterator[Path]:
         """The content in a temporary file, on disk; then the directory of `key` is brought to disk too."""
         target = self.root / key
         fresh = self._tmp / f"{os.getpid()}-{os.urandom(12).hex()}"
         try:
             with open(fresh, "xb") as file:
                 if isinstance(data, Path):
-                    with open(data, "rb") as source:
-                        shutil.copyfileobj(source, file, 1 << 20)
+                    for piece in _pieces(data, told):
+                        file.write(piece)
                 else:
                     file.write(data)
                 file.flush()
@@ -278,11 +289,12 @@ class BucketStore:
         with self._translated(key):
             await obstore.put_async(self._store, _checked(key), data)
 
-    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+    async def put_if_absent(self, key: str, data: bytes | Path, told: Callable[[int], None] = _untold) -> bool:
         if await self.size(key) is not None:
             return False
         if isinstance(data, Path) and os.stat(data).st_size > _ONE_PUT_BYTES:  # in parts, which know no condition
-            await self.put(key, data)
+            with self._translated(key):
+                await obstore.put_async(self._store, _checked(key), _pieces(data, told))
             return True
         try:
             with self._translated(key):

@@ -69,10 +69,16 @@ class Importer:
         known = [self._remembered(chain) for chain in chains]
         first_new = next((n for n, layer in enumerate(known) if layer is None), len(known))
         window = asyncio.Semaphore(DOWNLOADS)
+        here = dict.fromkeys(range(first_new, len(known)), 0)
+        all_bytes = sum(image.layers[number].size for number in here)
 
         async def fetch(number: int) -> BlobRange:
+            def told(step: str, done: int = 0, total: int = 0) -> None:
+                here[number] = done
+                progress(step, sum(here.values()), all_bytes)
+
             async with window:
-                return await source.fetch(image.layers[number], str(scratch / f"{number}"), progress)
+                return await source.fetch(image.layers[number], str(scratch / f"{number}"), told)
 
         fetching = {n: asyncio.create_task(fetch(n)) for n in range(first_new, len(known))}
         below = directory()

@@ -69,8 +69,8 @@ class Reference(NamedTuple):
 def parse_reference(text: str, default: str | None = None) -> Reference:
     """`[http[s]://]HOST[:PORT]/NAME[:TAG][@DIGEST]`. Without a scheme it is https, http for this machine itself.
     `default`: the registry of names without a host. Raises `InvalidRequest`."""
-    first = text.rsplit("://", maxsplit=1)[-1].split("/", maxsplit=1)[0]
-    if "://" not in text and not re.search(r"[.:]|^localhost$", first):
+    first, below, _ = text.rsplit("://", maxsplit=1)[-1].partition("/")
+    if "://" not in text and not (below and re.search(r"[.:]|^localhost$", first)):  # `python:3.11` has a tag, no host
         if default is None:
             raise InvalidRequest(
                 f"{text[:200]!r} doesn't say which registry", remedy="Say HOST/NAME:TAG, or set DSEC_REGISTRY."
@@ -212,7 +212,7 @@ class RegistrySource:
                     raise LayerCorrupt(f"{self.name}: the blob {layer.digest} is larger than {layer.size} bytes")
                 os.pwrite(fd, piece, offset)
                 offset += len(piece)
-                progress(f"downloading {(layer.digest or '')[7:19]}", offset, layer.size)
+                progress("downloading", offset, layer.size)
         if offset < layer.size:
             raise Unavailable(f"{self.name}: the blob {layer.digest} came only in part")
 

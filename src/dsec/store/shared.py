@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -185,8 +186,9 @@ class SharedLayers:
                 with self._layers.scratch() as scratch:
                     pack = Path(scratch) / "pack"
                     digest = await asyncio.to_thread(_write_pack, files.data, pack, list(new.values()), progress)
-                    progress("uploading", 0, added)
-                    await self.store.put_if_absent(form.pack_key(digest), pack)
+                    told = partial(progress, "uploading", total=added)
+                    told(0)
+                    await self.store.put_if_absent(form.pack_key(digest), pack, told)
                 offset = 0
                 for chunk in new.values():
                     known[chunk.digest] = Place(digest, offset)

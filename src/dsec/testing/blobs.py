@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from dsec.errors import NotFound, Unavailable
@@ -39,9 +39,11 @@ class FaultyStore:
         await self._enter()
         await self.inner.put(key, data)
 
-    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+    async def put_if_absent(
+        self, key: str, data: bytes | Path, told: Callable[[int], None] = lambda done: None
+    ) -> bool:
         await self._enter()
-        return await self.inner.put_if_absent(key, data)
+        return await self.inner.put_if_absent(key, data, told)
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         self._count()
