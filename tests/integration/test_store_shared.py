@@ -149,6 +149,8 @@ async def test_a_directory_that_is_gone_or_fails_is_unavailable(tmp_path: Path) 
         with pytest.raises(Unavailable):
             await work
     with pytest.raises(Unavailable):
+        await store.get_each(["names/x"], 5)
+    with pytest.raises(Unavailable):
         _ = [info async for info in store.list("names/")]
     await store.close()
 

@@ -117,6 +117,7 @@ class DirectoryStore:
                 try:
                     found.append(self._get(key, 0, most))
                 except FileNotFoundError:
+                    self._check_there()
                     found.append(None)
             return found
 
