@@ -23,7 +23,8 @@ def test_it_counts_what_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = json.loads(done.stdout)
     assert result["failures"] == 0
     assert result["live"] >= 3000
-    for key in ("creates_per_s", "burst32k_s", "mib_for_400k", "single_per_api_core", "heartbeat_core"):
+    beats = ("heartbeat_core", "heartbeat_floor")
+    for key in ("creates_per_s", "burst32k_s", "mib_for_400k", "single_per_api_core", *beats):
         assert result[key] > 0, key
     assert 0 <= result["imbalance"] < 1
     assert isinstance(result["overhead_p50_ms"], float)

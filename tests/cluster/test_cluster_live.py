@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import nats
 import pytest
 from cluster_kit import Cluster, eventually, running, until
 
 from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
 from dsec.cluster.credentials import read_credentials
+from dsec.cluster.wire import HEARD, Heard
 from dsec.errors import (
     Conflict,
     EnvironmentNotFound,
@@ -300,6 +302,19 @@ async def _is(fact: bool) -> bool:
     return fact
 
 
+async def test_nodes_are_told_that_they_are_heard(cluster: Cluster) -> None:
+    """All at once, by one apiserver; with the rights that an edge has."""
+    mine = read_credentials(cluster.directory / "keys" / "edge-1.json")
+    client = await nats.connect(cluster.urls, nkeys_seed_str=mine.seed, inbox_prefix=f"_INBOX.{mine.user}")
+    try:
+        told = await client.subscribe(HEARD)
+        async with asyncio.timeout(60):
+            while msgspec.json.decode((await told.next_msg(60)).data, type=Heard) != Heard.of([1, 2]):
+                pass
+    finally:
+        await client.close()
+
+
 async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:
     """What is done with the credentials of an edge that was taken over."""
     mine = read_credentials(cluster.directory / "keys" / "edge-1.json")
@@ -319,12 +334,13 @@ async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:
     try:
         for subject in ("dsec.beat.>", "dsec.beat.2", "dsec.edge.2.>", "_INBOX.>", "_INBOX.apiserver.>", "$KV.>", ">"):
             await client.subscribe(subject, cb=hear)
-        for subject in ("dsec.beat.2", "dsec.join.2", "dsec.edge.2.fenced", "$KV.dsec_keys.x", "$JS.API.STREAM.LIST"):
+        others = ("dsec.beat.2", "dsec.join.2", "dsec.edge.2.fenced", "dsec.heard")
+        for subject in (*others, "$KV.dsec_keys.x", "$JS.API.STREAM.LIST"):
             await client.publish(subject, b"{}")
         await client.flush()
         await asyncio.sleep(2.5)  # two heartbeats of each node
         assert sum("permissions violation for subscription" in each for each in errors) == 7, errors
-        assert sum("permissions violation for publish" in each for each in errors) == 5, errors
+        assert sum("permissions violation for publish" in each for each in errors) == 6, errors
         assert not heard
     finally:
         await client.close()

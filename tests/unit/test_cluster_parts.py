@@ -66,6 +66,7 @@ def test_credentials(tmp_path: Path) -> None:
     assert all(read_credentials(path).seed not in conf for path in written if path.suffix == ".json")
     line = next(line for line in conf.splitlines() if line.endswith("# edge-2"))
     assert '"dsec.edge.2.>"' in line
+    assert '"dsec.heard"' in line
     assert "dsec.edge.1" not in line
     assert '">"' not in line
     with pytest.raises(InvalidRequest, match="already"):

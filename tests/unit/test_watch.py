@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_silence_then_the_fence_then_nothing_more() -> None:
     assert 0 not in made.edges()
     made.join(NodeFacts(edge=0), 101.0)
     assert hear(made, 0, 101.0, incarnation=2) is True
+
+
+def test_how_long_a_node_has_been_quiet() -> None:
+    made = watch(1)
+    made.join(NodeFacts(edge=2), 0.0)
+    assert made.quiet(1, 2.5) == 2.5
+    assert made.again(1, 2.0)
+    assert made.quiet(1, 2.5) == 0.5
+    assert made.quiet(2, 2.5) == math.inf, "it has said nothing yet"
+    assert made.quiet(3, 2.5) == math.inf
+    made.lost(1)
+    assert made.quiet(1, 2.5) == math.inf
 
 
 def test_a_watcher_that_is_cut_off_judges_nobody() -> None:

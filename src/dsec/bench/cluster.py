@@ -8,8 +8,8 @@ through an apiserver, less the same straight at an edge. `burst32k_s`: one reque
 acknowledged. Then the cluster is filled: `mib_for_400k` is the memory of all apiservers (the watchers are in them) and
 NATS servers then, `imbalance` how much fuller the fullest node is than the mean after a tenth has ended and come again
 (`imbalance_burst`: right after the burst), `heartbeat_core` the share of a core that apiservers and NATS servers use
-while nobody asks for anything. `locality`: how often a sandbox came to a node that had its environment's layers, over
-chance.
+while nobody asks for anything, `heartbeat_floor` what of it goes on when there is no edge any more. `locality`: how
+often a sandbox came to a node that had its environment's layers, over chance.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ TASK_P50, TASK_SIGMA = 2528, math.log(7969 / 2528) / 1.2816
 FAN_P50, FAN_SIGMA = 3, math.log(28 / 3) / 1.2816
 ENVIRONMENTS = 2000
 MEMORY_BYTES = 640 << 20
+SETTLE_S = 6.0
+"""Until what has just happened costs nothing any more."""
 _item = msgspec.json.Decoder(BatchItem).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -124,6 +126,9 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
     heartbeat = await cpu_percent(place.api_pids, plan.idle_s) / 100
     heartbeat_nats = await cpu_percent(place.nats_pids, plan.idle_s) / 100
     mib = {pid: resident_kib(pid) / 1024 for pid in control}
+    await place.end_edges()
+    await asyncio.sleep(SETTLE_S)
+    floor = await cpu_percent(control, plan.idle_s) / 100
     return {
         "creates_per_s": round(rate, 1),
         "burst32k_s": round(burst_s, 3),
@@ -135,6 +140,7 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
         "single_per_s": round(plan.singles / single_s, 1),
         "heartbeat_core": round(heartbeat + heartbeat_nats, 4),
         "heartbeat_core_nats": round(heartbeat_nats, 4),
+        "heartbeat_floor": round(floor, 4),
         "locality": round(hits / max(1e-9, chance), 2),
         "layer_hits": round(hits / max(1, after["asked"] - before["asked"]), 4),
         "create_p50_ms": round(percentile(through, 50), 3),

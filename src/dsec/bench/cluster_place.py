@@ -51,6 +51,10 @@ class ClusterPlace:
         found: dict[str, Any] = msgspec.json.decode(line)
         return found
 
+    async def end_edges(self) -> None:
+        """They are silent from now on."""
+        await _end(self.edges)
+
 
 @asynccontextmanager
 async def running(edges: int, *, servers: int, apiservers: int) -> AsyncIterator[ClusterPlace]:

@@ -13,9 +13,10 @@ import logging
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -42,6 +43,7 @@ from nats.js.errors import (
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 
 from dsec.cluster.credentials import Credentials
+from dsec.cluster.feeds import Feed, feed
 from dsec.errors import Unavailable
 from dsec.sockets import CLUSTER_SILENCE_S, keep_alive
 
@@ -54,6 +56,9 @@ MOVE_S = 10.0
 HOPS = 4
 HOP_S = 5.0
 PENDING_BYTES = 8 << 20
+PING_S = 5
+EDGE_PING_S = 20
+"""An edge finds out by itself whether it is heard (`member.py`)."""
 READ_S = 15.0
 LOOK_S = 2.0
 """Who follows a bucket and hears nothing for so long looks whether there is anything to be heard."""
@@ -68,20 +73,33 @@ log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
 
 
+class _State(Struct):
+    last_seq: int
+
+
+class _Looked(Struct):
+    """What is read of a server's word about a stream: the client's own reading of all of it costs many times that."""
+
+    state: _State
+
+
+_look = msgspec.json.Decoder(_Looked).decode
+
+
 class Bus:
     """A connection to the cluster's servers."""
 
     def __init__(self, client: Client, urls: list[str]) -> None:
         """Use `open_bus`."""
         self.urls = urls
-        self._client = client
+        self.client = client
         self._stream: JetStreamContext = client.jetstream(timeout=ASK_S)
         self.reconnected: Callable[[], None] = lambda: None
         self._moved_at = time.monotonic()
 
     @property
     def connected(self) -> bool:
-        return bool(self._client.is_connected)
+        return bool(self.client.is_connected)
 
     async def elsewhere(self) -> None:
         """The server that we have may have lost the others: go to another one. Not too often."""
@@ -89,15 +107,15 @@ class Bus:
             return
         self._moved_at = time.monotonic()
         log.warning("bus: no majority answers through this server, trying another")
-        before = self._client.connected_url
+        before = self.client.connected_url
         for _ in range(HOPS):  # the client chooses by chance, the same one too
             with contextlib.suppress(NatsError, OSError):
-                await self._client.force_reconnect()
+                await self.client.force_reconnect()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOP_S):
                     while not self.connected:  # noqa: ASYNC110 (nothing tells)
                         await asyncio.sleep(0.05)
-            if not self.connected or self._client.connected_url != before:
+            if not self.connected or self.client.connected_url != before:
                 return
 
     async def publish(self, subject: str, value: object) -> None:
@@ -105,12 +123,12 @@ class Bus:
         is published again."""
         if self.connected:
             with contextlib.suppress(NatsError):
-                await self._client.publish(subject, _encode(value))
+                await self.client.publish(subject, _encode(value))
 
     async def ask(self, subject: str, value: object, timeout_s: float = ASK_S) -> bytes:
         """The answer of one who listens. Raises `Unavailable`."""
         try:
-            answer: Msg = await self._client.request(subject, _encode(value), timeout=timeout_s)
+            answer: Msg = await self.client.request(subject, _encode(value), timeout=timeout_s)
         except (NatsError, TimeoutError, OSError) as error:
             raise Unavailable(f"nobody answered at {subject}: {error or type(error).__name__}") from error
         return answer.data
@@ -187,7 +205,7 @@ class Bus:
 
     async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]], *, group: str = "") -> None:
         """Call `heard` for what comes; of a `group` one hears each. It must not raise."""
-        await self._client.subscribe(subject, queue=group, cb=heard)
+        await self.client.subscribe(subject, queue=group, cb=heard)
 
     async def bucket(self, name: str, kind: type[T], *, replicas: int, ttl_s: float | None = None) -> Bucket[T]:
         """A key-value bucket, made where it isn't there. Raises `Unavailable`."""
@@ -199,7 +217,7 @@ class Bus:
             except BucketNotFoundError:
                 return await self._stream.create_key_value(config)
 
-        return Bucket(await _patiently(name, open_or_make), kind, self._stream, name)
+        return Bucket(await _patiently(name, open_or_make), kind, self._stream, name, self)
 
     async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
         """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
@@ -225,7 +243,7 @@ class Bus:
     async def close(self) -> None:
         """Idempotent."""
         with contextlib.suppress(NatsError, TimeoutError):
-            await self._client.close()
+            await self.client.close()
 
 
 class Log:
@@ -261,13 +279,14 @@ class Log:
 class Bucket(Generic[T]):
     """Records of one kind by key."""
 
-    def __init__(self, store: KeyValue, kind: type[T], streams: JetStreamContext, name: str) -> None:
+    def __init__(self, store: KeyValue, kind: type[T], streams: JetStreamContext, name: str, bus: Bus) -> None:
         """Use `Bus.bucket`."""
         self.heard = 0
         """The last revision that `follow` has come to."""
         self._store = store
         self._streams = streams
         self._name = name
+        self._bus = bus
         self._decode = msgspec.json.Decoder(kind).decode
 
     async def get(self, key: str) -> tuple[int, T | None]:
@@ -333,45 +352,43 @@ class Bucket(Generic[T]):
         while True:
             try:
                 there = await self._last()
-                watcher = await self._store.watchall()
-                try:
-                    await self._follow(watcher, there, changed, caught_up)
-                finally:
-                    with contextlib.suppress(NatsError, TimeoutError):
-                        await watcher.stop()  # type: ignore[no-untyped-call]
-            except (NatsError, TimeoutError, OSError) as error:
+                async with feed(self._bus.client, self._streams, self._name) as entries:
+                    await self._follow(entries, there, changed, caught_up)
+            except (NatsError, TimeoutError, OSError, Unavailable) as error:
                 log.warning("following a bucket: %s", error or type(error).__name__)
             await asyncio.sleep(0.5)
 
     async def _follow(
-        self, watcher: Any, there: int, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]
+        self, entries: Feed, there: int, changed: Callable[[str, T | None, int], None], caught_up: Callable[[], None]
     ) -> None:
         """Raises TimeoutError where what is written comes here no more: the server that kept our place in the bucket is
-        gone, which the client of NATS alone notices after some 20 seconds."""
-        late = False
+        gone, which nobody tells."""
+        late = told = False
         while True:
+            if entries.complete and not told:
+                told = True
+                self.heard = max(self.heard, there)  # what of it is gone again is never told
+                caught_up()
             try:
-                entry = await watcher.updates(timeout=LOOK_S)
+                entry = await entries.next(LOOK_S)
             except NatsTimeoutError:
                 before = late
-                with contextlib.suppress(NatsError, TimeoutError):
+                with contextlib.suppress(Unavailable):
                     late = await self._last() > max(self.heard, there)
                 if before and late:
                     raise TimeoutError("what was written a while ago hasn't come") from None
                 continue
             late = False
-            if entry is None:
-                self.heard = max(self.heard, there)  # what of it is gone again is never told
-                caught_up()
-                continue
             if entry.key != PULSE:
-                gone = entry.operation in ("DEL", "PURGE")
-                changed(entry.key, None if gone else self._decode(entry.value), int(entry.revision))
-            self.heard = max(self.heard, int(entry.revision))
+                changed(entry.key, None if entry.value is None else self._decode(entry.value), entry.revision)
+            self.heard = max(self.heard, entry.revision)
 
     async def _last(self) -> int:
-        """The last revision that the servers have."""
-        return int((await self._store.status()).stream_info.state.last_seq)
+        """The last revision that the servers have. Raises `Unavailable`."""
+        try:
+            return _look(await self._bus.ask(f"$JS.API.STREAM.INFO.KV_{self._name}", None)).state.last_seq
+        except msgspec.MsgspecError as error:  # it says why not
+            raise _unavailable(error) from error
 
 
 async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
@@ -401,7 +418,7 @@ async def open_bus(urls: list[str], credentials: Credentials) -> Bus:
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
             connect_timeout=3,
-            ping_interval=5,
+            ping_interval=PING_S if credentials.edge is None else EDGE_PING_S,
             max_outstanding_pings=2,
             pending_size=PENDING_BYTES,
             tls=tls,

@@ -1,9 +1,10 @@
 """Who may say what on the bus: a key pair for each edge and for the apiservers, and the server configuration that holds
 them to their subjects.
 
-An edge publishes its own reports, its wish to join and the logs of its sandboxes, hears what is meant for it, and
-nothing else: no other edge's subjects, no key-value store, no stream. Only apiservers reach JetStream. The server knows
-public keys alone, so that its configuration holds no secret; each seed is in one file of its own (mode 0600).
+An edge publishes its own reports, its wish to join and the logs of its sandboxes, hears what is meant for it and which
+numbers are heard, and nothing else: no other edge's subjects, no key-value store, no stream. Only apiservers reach
+JetStream. The server knows public keys alone, so that its configuration holds no secret; each seed is in one file of
+its own (mode 0600).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _permissions(name: str, edge: int | None) -> str:
     return json.dumps(
         {
             "publish": [f"dsec.beat.{edge}", f"dsec.join.{edge}", f"dsec.log.*.{edge}.>"],
-            "subscribe": [f"dsec.edge.{edge}.>", f"_INBOX.{name}.>"],
+            "subscribe": [f"dsec.edge.{edge}.>", "dsec.heard", f"_INBOX.{name}.>"],
             "allow_responses": True,
         }
     )

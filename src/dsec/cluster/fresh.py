@@ -16,7 +16,7 @@ from typing import Any
 from dsec.cluster.bus import PULSE, Bucket, Bus
 from dsec.errors import Unavailable
 
-CHECK_S = 2.0
+CHECK_S = 3.0
 HEAR_S = 5.0
 log = logging.getLogger("dsec.cluster")
 

@@ -3,8 +3,8 @@
 Invariants: it serves only under a claim that no watcher has fenced, as far as it can know, and takes no word of an
 apiserver that names another incarnation; what was declared lost is ended before the next claim is served; the
 incarnation is on disk only after that. What it holds survives it: on disk is `cluster.json` with the last incarnation.
-Every few seconds it asks whether it is heard: a NATS server that lost the others takes all and passes nothing on, so
-that it goes to another one before it is declared lost.
+Apiservers say every few seconds whom they hear, and a node that isn't told so for longer asks: a NATS server that lost
+the others takes all and passes nothing on, so that it goes to another one before it is declared lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec import Struct
 from nats.aio.msg import Msg
 
 from dsec.cluster.bus import Bus
-from dsec.cluster.wire import Asserted, Heartbeat, Join, Joined, Ping, RunNews, verify
+from dsec.cluster.wire import HEARD, Asserted, Heard, Heartbeat, Join, Joined, Ping, RunNews, verify
 from dsec.edge.client import NodeInfo, Principal
 from dsec.edge.clustered import Counts
 from dsec.edge.context import CHARGED_TO
@@ -37,7 +37,14 @@ from dsec.spec.runs import RunInfo
 BEAT_S = 1.4
 """Two may be missed before a node counts as silent."""
 BUSY_BEAT_S = 0.2
-ASK_EVERY_S = 4.0
+SOON_S = 0.1
+"""No beat is so soon after another, but for news."""
+TOGETHER = 256
+"""So many nodes beat at the same moment: what comes together costs servers and apiservers half of what it does alone.
+Those of other numbers have a moment of their own, so that no apiserver is busy with all of them at once."""
+MOMENTS = 8
+ASK_AFTER_S = 5.5
+"""A node that was told that it is heard asks after so long; apiservers tell it at half of that (`nodes.py`)."""
 HEARD_S = 2.0
 UNHEARD = 2
 """So many questions without an answer, and it tries another server."""
@@ -107,6 +114,7 @@ class Membership:
         await self._bus.listen(f"{subject}.fenced", self._hear_fenced)
         await self._bus.listen(f"{subject}.runs", self._hear_run)
         await self._bus.listen(f"{subject}.tell", self._hear_asked)
+        await self._bus.listen(HEARD, self.hear_heard)
         while True:
             await self._beat()
             if self._fenced.is_set():
@@ -169,16 +177,18 @@ class Membership:
 
     async def _beat(self) -> None:
         """One heartbeat, then a pause: a shorter one while sandboxes are made."""
-        await self._say(self.heartbeat())
+        await self.say()
         said = dict(self.taken)
-        deadline = time.monotonic() + BEAT_S
+        deadline = time.monotonic() + until_beat(self.facts.edge, time.time())
         while (left := deadline - time.monotonic()) > 0 and not self._fenced.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._fenced.wait(), min(left, BUSY_BEAT_S))
             if said != self.taken or self._asked:
                 return
 
-    async def _say(self, beat: Heartbeat) -> None:
+    async def say(self) -> None:
+        """One heartbeat, which asks whether it is heard where nobody has said so lately."""
+        beat = self.heartbeat()
         subject = f"dsec.beat.{self.facts.edge}"
         if not self._hears or time.monotonic() < self._ask_at:
             await self._bus.publish(subject, beat)
@@ -188,10 +198,14 @@ class Membership:
         except Unavailable:
             self._unheard += 1
             if self._unheard >= UNHEARD:
+                self._unheard = 0
                 await self._bus.elsewhere()
         else:
-            self._unheard = 0
-            self._ask_at = time.monotonic() + ASK_EVERY_S
+            self._is_heard()
+
+    def _is_heard(self) -> None:
+        self._unheard = 0
+        self._ask_at = time.monotonic() + ASK_AFTER_S
 
     def heartbeat(self) -> Heartbeat:
         """The next one: brief where nothing of its details is new."""
@@ -247,6 +261,12 @@ class Membership:
         """Details with the next beat."""
         self._asked = True
 
+    async def hear_heard(self, message: Msg) -> None:
+        """Whom an apiserver hears."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            if msgspec.json.decode(message.data, type=Heard).has(self.facts.edge):
+                self._is_heard()
+
     async def _hear_run(self, message: Msg) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
             news = msgspec.json.decode(message.data, type=RunNews)
@@ -259,6 +279,14 @@ async def keep_member(member: Membership, failed: Callable[[BaseException], Awai
         await member.run()
     except Exception as error:  # noqa: BLE001 (a node that serves and says nothing is worse than one that ends)
         await failed(error)
+
+
+def until_beat(edge: int, now: float) -> float:
+    """Seconds until a node's next moment to beat, at `now` of its wall clock: the same for all whose clocks are right,
+    and whatever a clock says at most `SOON_S` more than `BEAT_S` away."""
+    moment = edge // TOGETHER % MOMENTS * BEAT_S / MOMENTS
+    left = BEAT_S - (now - moment) % BEAT_S
+    return left if left > SOON_S else left + BEAT_S
 
 
 def host_of(state: Path) -> str:

@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.logs import SHARDS
-from dsec.cluster.wire import Heartbeat, Join, Joined, Member, Ping
+from dsec.cluster.wire import HEARD, Heard, Heartbeat, Join, Joined, Member, Ping
 from dsec.errors import Conflict, DsecError, NotFound, SandboxLost, SandboxNotFound, Unavailable
 from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.iam import below
@@ -26,6 +26,10 @@ from dsec.plan.watch import Health, Verdict
 from dsec.spec.cluster import NodeReport, filled, sane_facts
 
 TICK_S = 1.0
+PULSE_S = 2.7
+"""Between two words of who is heard, of whichever apiserver: one that has heard another's says nothing itself."""
+QUIET_S = 4.0
+"""A node that wasn't heard for so long isn't named there."""
 PING_S = 0.5
 ABSENT_S = 2.0
 log = logging.getLogger("dsec.cluster")
@@ -58,12 +62,14 @@ class Nodes:
         """Whose details, and which of them, the last report of an edge had; and that report, as it came."""
         self._absent: dict[int, float] = {}
         """Numbers that were looked up in vain, and until when that counts; at most as many as there are numbers."""
+        self._pulsed_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen, and follow the records."""
         await self._bus.listen("dsec.beat.*", self._beat)
         await self._bus.listen("dsec.join.*", self._join, group="join")
+        await self._bus.listen(HEARD, self._hear_pulse)
         self._tasks = [
             asyncio.create_task(self._members.follow(self._changed, self.ready.set), name="members"),
             asyncio.create_task(self._tick(), name="watch"),
@@ -259,7 +265,17 @@ class Nodes:
                 else:
                     log.warning("edge %d is silent", change.edge)
             self.changed()
+            if now - self._pulsed_at >= PULSE_S and self.ready.is_set() and self.sound():
+                self._pulsed_at = now
+                await self._bus.publish(HEARD, self.heard(now))
             await asyncio.sleep(TICK_S)
+
+    def heard(self, now: float) -> Heard:
+        """Whose beats come here."""
+        return Heard.of(edge for edge in self._known if self.scheduler.watch.quiet(edge, now) < QUIET_S)
+
+    async def _hear_pulse(self, _: Msg) -> None:
+        self._pulsed_at = time.monotonic()
 
     async def _fence(self, edge: int) -> None:
         """Declare what it has lost, unless another has, or it has joined anew."""

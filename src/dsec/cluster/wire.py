@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,7 @@ from dsec.spec.network import KeyPolicy
 from dsec.spec.runs import RunInfo
 
 BEARER = "dsx_"
+HEARD = "dsec.heard"
 REFUSED = "x-dsec-refused"
 """In an edge's answer: it took nothing of this order, and never will."""
 RUN = "x-dsec-run-info"
@@ -85,6 +87,24 @@ class Ping(Struct, frozen=True):
 
     instance: str = ""
     host: str = ""
+
+
+class Heard(Struct, frozen=True):
+    """To `HEARD`, which all edges hear, every few seconds from an apiserver that has a majority of the servers behind
+    it: whose heartbeats come to it."""
+
+    edges: bytes
+    """A bit a number, the lowest first."""
+
+    @staticmethod
+    def of(edges: Iterable[int]) -> Heard:
+        bits = 0
+        for edge in edges:
+            bits |= 1 << edge
+        return Heard(bits.to_bytes(-(-bits.bit_length() // 8), "little"))
+
+    def has(self, edge: int) -> bool:
+        return edge >> 3 < len(self.edges) and bool(self.edges[edge >> 3] >> (edge & 7) & 1)
 
 
 class RunNews(Struct, frozen=True):

@@ -17,6 +17,7 @@ node's clock matters. The rules:
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from enum import Enum
@@ -169,6 +170,12 @@ class Watch:
         """Its last one."""
         node = self._nodes.get(edge)
         return None if node is None else node.report
+
+    def quiet(self, edge: int, now: float) -> float:
+        """Seconds since its last report; infinite where there was none, or it is lost."""
+        node = self._nodes.get(edge)
+        heard = node is not None and node.report is not None and node.health is not Health.LOST
+        return now - node.heard if node is not None and heard else math.inf
 
     def edges(self) -> list[int]:
         """All that aren't lost."""
