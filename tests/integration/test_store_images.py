@@ -34,7 +34,7 @@ from dsec.store.image import ImageSource, Platform, parse_platform
 from dsec.store.importer import Imported, Importer
 from dsec.store.layers import LayerStore
 from dsec.store.oci import LocalSource
-from dsec.store.registry import RegistrySource, docker_credentials, parse_reference
+from dsec.store.registry import RegistrySource, parse_reference
 from dsec.store.tree import Node, directory, overlay, walk
 
 AMD64 = Platform("linux", "amd64")
@@ -478,38 +478,3 @@ async def test_indexes_that_lead_to_indexes(layers: LayerStore) -> None:
 async def test_a_registry_that_is_not_there(layers: LayerStore) -> None:
     with pytest.raises(Unavailable, match="reached"):
         await load(layers, RegistrySource(parse_reference("http://127.0.0.1:9/app"), pause_s=0.01))
-
-
-def test_references() -> None:
-    digest = "sha256:" + "a" * 64
-    for text, url, name, reference in (
-        ("host.example/app", "https://host.example", "app", "latest"),
-        ("host.example:5000/team/app:1.0", "https://host.example:5000", "team/app", "1.0"),
-        ("localhost/app", "http://localhost", "app", "latest"),
-        ("127.0.0.1:5000/app@" + digest, "http://127.0.0.1:5000", "app", digest),
-        ("[::1]:5000/app:x@" + digest, "http://[::1]:5000", "app", digest),
-        ("http://host/app", "http://host", "app", "latest"),
-    ):
-        assert parse_reference(text) == (url, name, reference)
-    assert parse_reference("team/app:2", "mirror.example/x").name == "x/team/app"
-    assert parse_reference("python:3.11-slim", "mirror.example") == (
-        "https://mirror.example",
-        "python",
-        "3.11-slim",
-    )
-    assert parse_reference("app@" + digest, "http://mirror.example").reference == digest
-    for bad in ("app", "app:1", "team/app", "host.example/", "host.example/APP", "host.example/a:b:c", "ftp://host/a",
-                "host.example/a@sha256:12", "host.example/../x", "https://u:p@host.example/a", "x" * 2000):  # fmt: skip
-        with pytest.raises(InvalidRequest):
-            parse_reference(bad)
-
-
-def test_dockers_own_credentials_are_used(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    assert docker_credentials("h", path) is None
-    for text in ("nonsense", "[]", '{"auths": 5}', '{"auths": {"h": {}}}', '{"auths": {"h": {"auth": "%%"}}}'):
-        path.write_text(text)
-        assert docker_credentials("h", path) is None
-    path.write_text(json.dumps({"auths": {"h:5000": {"auth": base64.b64encode(b"u:p").decode()}}}))
-    assert docker_credentials("h:5000", path) == "u:p"
-    assert docker_credentials("other", path) is None

@@ -1,8 +1,10 @@
-"""Which registries callers may name, and that no name, redirect or token server leads past an operator's rules."""
+"""How images of registries are named, which registries callers may name, and that no name, redirect or token server leads
+past an operator's rules."""
 
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,7 @@ import pytest
 from dsec.errors import InvalidRequest, NotFound, PermissionDenied
 from dsec.store.image import host_platform
 from dsec.store.registries import Registries
+from dsec.store.registry import docker_credentials, parse_reference
 
 
 class Site:
@@ -131,3 +134,38 @@ async def test_the_servers_docker_login_is_for_projects_that_may(
 
 def _login(site: Site, *projects: str) -> Registries:
     return Registries(named=(site.host,), docker_login=projects)
+
+
+def test_references() -> None:
+    digest = "sha256:" + "a" * 64
+    for text, url, name, reference in (
+        ("host.example/app", "https://host.example", "app", "latest"),
+        ("host.example:5000/team/app:1.0", "https://host.example:5000", "team/app", "1.0"),
+        ("localhost/app", "http://localhost", "app", "latest"),
+        ("127.0.0.1:5000/app@" + digest, "http://127.0.0.1:5000", "app", digest),
+        ("[::1]:5000/app:x@" + digest, "http://[::1]:5000", "app", digest),
+        ("http://host/app", "http://host", "app", "latest"),
+    ):
+        assert parse_reference(text) == (url, name, reference)
+    assert parse_reference("team/app:2", "mirror.example/x").name == "x/team/app"
+    assert parse_reference("python:3.11-slim", "mirror.example") == (
+        "https://mirror.example",
+        "python",
+        "3.11-slim",
+    )
+    assert parse_reference("app@" + digest, "http://mirror.example").reference == digest
+    for bad in ("app", "app:1", "team/app", "host.example/", "host.example/APP", "host.example/a:b:c", "ftp://host/a",
+                "host.example/a@sha256:12", "host.example/../x", "https://u:p@host.example/a", "x" * 2000):  # fmt: skip
+        with pytest.raises(InvalidRequest):
+            parse_reference(bad)
+
+
+def test_dockers_own_credentials_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert docker_credentials("h", path) is None
+    for text in ("nonsense", "[]", '{"auths": 5}', '{"auths": {"h": {}}}', '{"auths": {"h": {"auth": "%%"}}}'):
+        path.write_text(text)
+        assert docker_credentials("h", path) is None
+    path.write_text(json.dumps({"auths": {"h:5000": {"auth": base64.b64encode(b"u:p").decode()}}}))
+    assert docker_credentials("h:5000", path) == "u:p"
+    assert docker_credentials("other", path) is None
