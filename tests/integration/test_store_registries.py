@@ -1,5 +1,5 @@
-"""How images of registries are named, which registries callers may name, and that no name, redirect or token server leads
-past an operator's rules."""
+"""How images of registries are named, which registries callers may name, and that no name, redirect or token server
+leads past an operator's rules."""
 
 from __future__ import annotations
 
