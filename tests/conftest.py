@@ -150,9 +150,20 @@ if sys.platform == "linux":
             yield
 
     @pytest.fixture(scope="session")
-    def debian_store() -> Path:
+    def native_programs() -> Path:
+        """The directory with the compiled programs, made once for each version and kept between runs."""
+        from dsec.backends.container.native import build_native
+
+        top = Path(__file__).parent.parent / "build" / "tests"
+        top.mkdir(parents=True, exist_ok=True)
+        with _alone(top, "native"):
+            return build_native(top)
+
+    @pytest.fixture(scope="session")
+    def debian_store(native_programs: Path) -> Path:
         """A `store` directory with the environment `debian`, built once for each version of the builder and kept
-        between runs. A test links it into a state directory of its own (`debian_state`)."""
+        between runs; beside it is `native`, with the compiled programs. A test links them into a state directory of its
+        own (`debian_state`)."""
         from dsec.store import build, data, environments, erofs, layers
 
         modules = (build, data, environments, erofs, layers)
@@ -160,6 +171,8 @@ if sys.platform == "linux":
         state = Path(__file__).parent.parent / "build" / "tests" / version[:16]
         state.mkdir(parents=True, exist_ok=True)
         with _alone(state, "store"):
+            if not (state / "native").exists():
+                (state / "native").symlink_to(native_programs.parent)
             environments.EnvironmentStore(state).ensure_default(lambda store: build.build_debian_layer(store).digest)
         return state / "store"
 
@@ -169,7 +182,6 @@ if sys.platform == "linux":
 
         def made(state: Path) -> Path:
             state.mkdir(mode=0o700)
-            (debian_store.parent / "native").mkdir(exist_ok=True)
             for name in ("store", "native"):
                 (state / name).symlink_to(debian_store.parent / name)
             return state

@@ -71,7 +71,6 @@ def compiling(debian_store: Path, top: Path) -> Iterator[Server]:
     """A server, its state in `top`, whose store is its own."""
     (top / "state").mkdir(mode=0o700, exist_ok=True)
     link_store(debian_store, top / "state" / "store")
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (top / "state" / "native").symlink_to(debian_store.parent / "native")
     with serving(top / "state") as made:
         endpoint = made.endpoint()

@@ -28,7 +28,6 @@ CASES = [(script, case) for script in SCRIPTS for case in clients.cases(script)]
 def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     state = tmp_path_factory.mktemp("e2b") / "state"
     state.mkdir(mode=0o700)
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     link_store(debian_store, state / "store")  # its own names, the same files
     with serving(state) as server:

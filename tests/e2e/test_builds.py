@@ -33,7 +33,6 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     state = tmp_path_factory.mktemp("builds") / "state"
     state.mkdir(mode=0o700)
     link_store(debian_store, state / "store")  # a store of its own
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     (state / "network.toml").write_text(
         'keys = {private = true}\nhosts = {"files.example" = ["127.0.0.1"], "other.example" = ["127.0.0.1"]}\n'

@@ -38,7 +38,6 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     state = tmp_path_factory.mktemp("layers") / "state"
     state.mkdir(mode=0o700)
     link_store(debian_store, state / "store")  # a store of its own
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_STORE", str(tmp_path_factory.mktemp("shared")))

@@ -32,7 +32,6 @@ def node(debian_store: Path, root: Path) -> Path:
     state = root / "state"
     state.mkdir(mode=0o700)
     link_store(debian_store, state / "store")
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     return state
 

@@ -12,10 +12,10 @@ from security_box import Box, Nursery
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery(native_programs: Path) -> Iterator[Nursery]:
     """Where boxes come from; one zygote for all."""
     name = f"dsec-security-{os.getpid()}"
-    nursery = Nursery(Path("/run/dsec") / name, name)
+    nursery = Nursery(Path("/run/dsec") / name, name, native_programs)
     yield nursery
     nursery.close()
 

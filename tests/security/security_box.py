@@ -14,15 +14,16 @@ import re
 import shutil
 import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from dsec.backends.container.native import build_native
 from dsec.backends.container.zygote import Spawned, SpawnRequest, ZygoteClient, start_zygote
 from dsec.channel import GuestOperation, SocketChannel
 from dsec.edge.config import SystemClock
@@ -47,6 +48,17 @@ PASSWD = "root:x:0:0:root:/root:/bin/attack\nalice:x:1000:1000::/home/alice:/bin
 GROUP = "root:x:0:\nalice:x:1000:\n"
 
 T = TypeVar("T")
+
+
+@cache
+def _attack() -> bytes:
+    """The attack program, compiled once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        program = Path(scratch) / "attack"
+        command = ["cc", "-O2", "-static", "-o", str(program), str(HERE / "attack.c")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return program.read_bytes()
 
 
 class Result(Struct, frozen=True):
@@ -175,8 +187,10 @@ class Box:
 class Nursery:
     """Where boxes come from."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, native: Path) -> None:
+        """`native`: where the compiled programs are."""
         self.root = root
+        self.native = native
         self.ended: dict[str, int] = {}
         self._futures: dict[str, asyncio.Future[int]] = {}
         self.boxes: dict[str, Box] = {}
@@ -213,8 +227,9 @@ class Nursery:
         self._undo.callback(self.root.rmdir)
         syscalls.mount("tmpfs", self.root, "tmpfs", data="size=512m,mode=0755")  # dev and suid work: ours must refuse
         self._undo.callback(mounts.unmount, self.root)
-        native = build_native(self.root / "state")
-        self.attack_program = self._compile()
+        self.attack_program = self.root / "attack"
+        self.attack_program.write_bytes(_attack())
+        self.attack_program.chmod(0o755)
         self.layer = self._make_layer()
         self.dev = make_dev(self.root / "dev")
         self.view = make_view(self.root / "view")
@@ -223,17 +238,10 @@ class Nursery:
         self.cgroups.prepare()
         self._undo.callback(self.cgroups.remove)
         self.socket = self.root / "zygote.sock"
-        self.wait(start_zygote(native, self.socket, unit=name))
+        self.wait(start_zygote(self.native, self.socket, unit=name))
         self._undo.callback(lambda: self.wait(self._end_zygote()))
         self.client = ZygoteClient(on_exit=self.exited)
         self.zygote = self.wait(self.client.connect(self.socket))
-
-    def _compile(self) -> Path:
-        program = self.root / "attack"
-        command = ["cc", "-O2", "-static", "-o", str(program), str(HERE / "attack.c")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return program
 
     def _make_layer(self) -> Path:
         layer = self.root / "layer"

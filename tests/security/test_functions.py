@@ -28,7 +28,6 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     top = tmp_path_factory.mktemp("functions")
     (top / "state").mkdir(mode=0o700)
     link_store(debian_store, top / "state" / "store")  # a store of its own
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (top / "state" / "native").symlink_to(debian_store.parent / "native")
     hostile = HOSTILE.replace("FLAGS", repr(NEW_NAMESPACES))
     (top / "layer.tar").write_bytes(module_layer(hostile=hostile, forger=FORGER, sharer=SHARER, late=LATE).getvalue())

@@ -127,10 +127,10 @@ def test_a_cgroup_is_used_again_after_a_kill(nursery: Nursery) -> None:
     box.close()
 
 
-def test_the_end_of_the_zygote_ends_its_sandboxes(tmp_path: Path) -> None:
+def test_the_end_of_the_zygote_ends_its_sandboxes(native_programs: Path) -> None:
     """However it ends: nobody could reach them any more."""
     name = f"dsec-security-end-{os.getpid()}"
-    nursery = Nursery(Path("/run/dsec") / name, name)
+    nursery = Nursery(Path("/run/dsec") / name, name, native_programs)
     try:
         box = nursery.make()
         os.kill(nursery.zygote.pid, signal.SIGKILL)

@@ -109,7 +109,6 @@ def server(debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     state = tmp_path_factory.mktemp("hostile") / "state"
     state.mkdir(mode=0o700)
     link_store(debian_store, state / "store")  # its own names, the same files
-    (debian_store.parent / "native").mkdir(exist_ok=True)
     (state / "native").symlink_to(debian_store.parent / "native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_ZRAM_BYTES", str(64 << 20))

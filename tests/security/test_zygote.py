@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from security_box import ID_BASE, MIB, Box, Nursery
 
-from dsec.backends.container.native import build_native
 from dsec.backends.container.zygote import ZygoteClient, start_zygote
 from dsec.channel import SocketChannel
 from dsec.edge.config import SystemClock
@@ -25,10 +24,10 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Any:
+def own(native_programs: Path) -> Any:
     """A nursery of the test's own: these tests take its connection or its zygote away."""
     name = f"dsec-zygote-{os.getpid()}"
-    nursery = Nursery(Path("/run/dsec") / name, name)
+    nursery = Nursery(Path("/run/dsec") / name, name, native_programs)
     yield nursery
     if not nursery.gone:
         nursery.close()
@@ -217,7 +216,7 @@ def test_nonsense_ends_the_connection_only(own: Nursery) -> None:
 
 
 def test_one_zygote_a_socket(nursery: Nursery) -> None:
-    native = build_native(nursery.root / "state")
+    native = nursery.native
     with pytest.raises(Unavailable, match="does another zygote serve there"):
         nursery.wait(start_zygote(native, nursery.socket, unit="dsec-test"))
     alone = nursery.root / "alone"

@@ -50,9 +50,7 @@ def build_native(state: Path) -> Path:
     brought = source_dir() / "bin"
     if brought.is_dir():
         return brought
-    compiler = _compiler()
-    if not compiler:
-        raise Unsupported("no C compiler was found", remedy="Install one, on Debian: apt-get install gcc libc6-dev")
+    compiler = _needed_compiler()
     source = source_dir()
     version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True).stdout
     digest = hashlib.sha256(version + repr((compiler, FLAGS, SHARED_FLAGS, DYNAMIC_FLAGS, STEM_FLAGS)).encode())
@@ -66,8 +64,7 @@ def build_native(state: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         for name in PROGRAMS:
-            files = [path for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
-            _compile([*compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}"], files, Path(temporary) / name)
+            _compile_program(compiler, name, Path(temporary))
         _compile([_system_compiler(), *SHARED_FLAGS], [source / "warm" / "warm.c"], Path(temporary) / WARM)
         _compile([_system_compiler(), *DYNAMIC_FLAGS], sorted((source / COPIER).glob("*.c")), Path(temporary) / COPIER)
         _compile([_system_compiler(), *STEM_FLAGS], [source / "stem" / "stem.c"], Path(temporary) / STEM)
@@ -91,7 +88,7 @@ def probe_network() -> Finding:
     name, needed = "network by name", False
     with tempfile.TemporaryDirectory(prefix="dsec-doctor-") as scratch:
         try:
-            missing = missing_for_network(build_native(Path(scratch)))
+            missing = missing_for_network(_zygote_alone(Path(scratch)))
         except Unsupported as error:
             return Finding(name, False, error.remedy, error.message, needed)
     if not missing:
@@ -101,6 +98,22 @@ def probe_network() -> Finding:
         "CAP_NET_ADMIN; without them sandboxes with a network are refused."
     )
     return Finding(name, False, remedy, missing, needed)
+
+
+def _zygote_alone(scratch: Path) -> Path:
+    """The directory that holds a compiled zygote. Raises as `build_native`."""
+    brought = source_dir() / "bin"
+    if brought.is_dir():
+        return brought
+    _compile_program(_needed_compiler(), "zygote", scratch)
+    return scratch
+
+
+def _needed_compiler() -> list[str]:
+    compiler = _compiler()
+    if not compiler:
+        raise Unsupported("no C compiler was found", remedy="Install one, on Debian: apt-get install gcc libc6-dev")
+    return compiler
 
 
 def _compiler() -> list[str]:
@@ -115,6 +128,13 @@ def _compiler() -> list[str]:
 
 def _system_compiler() -> str:
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
+
+
+def _compile_program(compiler: list[str], name: str, directory: Path) -> None:
+    """One of `PROGRAMS`."""
+    source = source_dir()
+    files = [path for part in ("common", name) for path in sorted((source / part).glob("*.c"))]
+    _compile([*compiler, *FLAGS, f"-I{source}", f"-I{source / 'common'}"], files, directory / name)
 
 
 def _compile(command: list[str], files: list[Path], output: Path) -> None:
