@@ -21,6 +21,7 @@ from dsec.cli.output import (
     age,
     json_option,
     note,
+    printable,
     readable,
     wants_json,
     write_json,
@@ -110,13 +111,9 @@ def _line(event: SandboxEvent) -> str:
         if isinstance(value, dict):
             parts += [f"{each}={number}" for each, number in value.items()]
         elif value is not False:
-            parts.append(f"{name}={_printable(value)}")
+            parts.append(f"{name}={printable(value)}")
     millis = int(event.time * 1000) % 1000
     return f"{event.seq:>5}  {_clock(event.time)}.{millis:03}  {event.type:<16} {'  '.join(parts)}"
-
-
-def _printable(value: object) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
 
 
 @click.command("logs")
@@ -160,7 +157,7 @@ async def _commands(sandbox: AsyncSandbox, as_json: bool) -> None:
     rows = [
         (
             each["key"],
-            _printable(each["argv0"] or ""),
+            each["argv0"] or "",
             _clock(each["started_at"]),
             "running" if "pid" in each else each.get("cause", ""),
             each.get("exit_code"),

@@ -15,7 +15,7 @@ import click
 from dsec import AsyncClient
 from dsec.cli.complete import ENVIRONMENT
 from dsec.cli.network import grants, network_option
-from dsec.cli.output import json_option, note, readable, wants_json, write_json, write_table
+from dsec.cli.output import json_option, note, printable, readable, wants_json, write_json, write_table
 from dsec.cli.progress import Steps
 from dsec.cli.sandboxes import environment
 from dsec.errors import InvalidRequest
@@ -290,7 +290,11 @@ def show_environment(name: str, as_json: bool) -> None:
 
 
 def drawn(found: dict[str, Any]) -> Iterator[str]:
-    """An environment and what shares its layers, a line each."""
+    """An environment and what shares its layers, a line each, that can be shown as it is."""
+    yield from map(printable, _drawn(found))
+
+
+def _drawn(found: dict[str, Any]) -> Iterator[str]:
     made, layers = found["environment"], found["layers"]
     yield f"{made['name']}  user {made.get('user', 'root')}, starts in {made.get('workdir', '/')}"
     for key, value in sorted(made.get("env", {}).items()):

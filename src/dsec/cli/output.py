@@ -30,16 +30,22 @@ def exit_code(error: DsecError) -> int:
     return EXIT_CALLER if isinstance(error, CallerError) else EXIT_PLATFORM
 
 
+def printable(text: object, *, keep: str = "") -> str:
+    """What came from others (a sandbox, an image, a registry), so that it can't control the terminal. `keep`: control
+    characters that stay."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in str(text))
+
+
 def complain(error: DsecError) -> None:
     """On stderr: `error: message [code] remedy`, where to read on, and what to ask the server's log for."""
-    click.echo(f"error: {error}", err=True)
+    click.echo(printable(f"error: {error}", keep="\n\t"), err=True)
     request_id = error.details.get("request_id") if error.infra else None
     click.echo(f"see docs/errors.md#{error.code}{f' (request {request_id})' if request_id else ''}", err=True)
 
 
 def note(text: str) -> None:
     """A remark on stderr."""
-    click.echo(f"dsec: {text}", err=True)
+    click.echo(printable(f"dsec: {text}", keep="\n\t"), err=True)
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,12 +70,13 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
     """A table on stdout. NO_COLOR is respected."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=position == 0)  # what one copies is whole
     for row in rows:
-        table.add_row(*(str(cell) if cell is not None else "" for cell in row))
+        table.add_row(*(Text(printable(cell, keep="\n") if cell is not None else "") for cell in row))
     console = Console(highlight=False)
     if table.row_count:
         console.print(table)

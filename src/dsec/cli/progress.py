@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 
-from dsec.cli.output import age, readable
+from dsec.cli.output import age, printable, readable
 
 _EVERY_S = 0.2
 _QUIET_S = 2.0
@@ -166,7 +166,7 @@ class Steps:
         if not new and now - self._shown_at < _EVERY_S:
             return
         self._shown_at = now
-        text = self.text(step, now)[: shutil.get_terminal_size().columns - 1]
+        text = printable(self.text(step, now))[: shutil.get_terminal_size().columns - 1]
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)

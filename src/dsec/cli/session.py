@@ -97,7 +97,7 @@ def list_sessions(sandbox_id: str, as_json: bool) -> None:
     if wants_json(as_json):
         write_json(found)
         return
-    rows = [(_printable(info.name), _state(info), info.exit_code, readable(info.log_bytes)) for info in found]
+    rows = [(info.name, _state(info), info.exit_code, readable(info.log_bytes)) for info in found]
     write_table(["name", "state", "exit", "log"], rows, empty="no sessions")
 
 
@@ -333,10 +333,6 @@ def _explained(result: SessionResult) -> int:
 
 def _state(info: SessionInfo) -> str:
     return "ended" if info.ended else "busy" if info.busy else "idle"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 COMMANDS: tuple[click.Command, ...] = (session,)
