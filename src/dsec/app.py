@@ -56,6 +56,7 @@ from dsec.grading.verifier import Verifier
 from dsec.journal.state_dir import StateDir
 from dsec.kernel import zram
 from dsec.kernel.cgroups import CgroupRoot
+from dsec.kernel.features import kernel_features
 from dsec.kernel.host import Finding, probe_host
 from dsec.kernel.ledger import Ledger, prepare_host
 from dsec.kernel.syscalls import KernelError
@@ -259,11 +260,14 @@ async def open_edge(
             soon = asyncio.get_running_loop().call_soon_threadsafe
             host.layers.on_unmount = lambda layer: soon(machines.let_go, layer)
             backends["vm"] = VmBackend(open_full_machines(config, host, machines), clock)
+        features = await asyncio.to_thread(kernel_features)
+        if machines is not None and machines.driver.accel == "kvm":
+            features |= {"kvm"}
         edge = await Edge.open(
             backends,
             state,
             clock=clock,
-            config=edge_config or EdgeConfig(lasting_records=config.lasting_records),
+            config=edge_config or EdgeConfig(lasting_records=config.lasting_records, features=features),
             capacity=HostCapacity(host.volume.root),
             egress=Egress(
                 definitions=network.definitions,

@@ -132,6 +132,7 @@ def serve_edge(
             facts = NodeFacts(
                 edge=node.edge,
                 backends=tuple(node.backends),
+                features=tuple(node.features),
                 labels=labels or {},
                 max_live=node.max_live,
                 max_starting=node.max_starting,

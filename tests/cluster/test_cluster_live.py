@@ -315,6 +315,16 @@ async def test_nodes_are_told_that_they_are_heard(cluster: Cluster) -> None:
         await client.close()
 
 
+async def test_nodes_say_what_their_kernel_has(cluster: Cluster, one: AsyncClient) -> None:
+    for node in cluster.get("/v1/nodes")["nodes"]:
+        assert {"user-namespaces"} <= set(node["features"])
+    assert set(cluster.get("/v1/node")["features"]) == {*node["features"]}
+    said = cluster.cli("run", "--require", node["features"][0], "--memory", "64M", "debian", "--", "echo", "here")
+    assert said == "here\n"
+    with pytest.raises(Unsupported, match="'warp-drive'"):
+        await one.create("debian", **SMALL, require_features=["user-namespaces", "warp-drive"])
+
+
 async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:
     """What is done with the credentials of an edge that was taken over."""
     mine = read_credentials(cluster.directory / "keys" / "edge-1.json")

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from dsec import AsyncClient, SandboxSpec
 from dsec.bench.cluster_place import ClusterPlace, running
-from dsec.errors import DsecError, NotFound, PermissionDenied, QuotaExceeded
+from dsec.errors import DsecError, InvalidRequest, NotFound, PermissionDenied, QuotaExceeded, Unsupported
 from dsec.spec.ids import edge_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -262,6 +262,30 @@ async def test_nodes_by_sdk_and_cli(place: ClusterPlace, root: AsyncClient) -> N
             await client.nodes.cordon(1)
         with pytest.raises(PermissionDenied):
             [each async for each in client.nodes.drain(1)]
+
+
+async def test_a_creation_goes_where_the_kernel_has_what_it_requires(place: ClusterPlace) -> None:
+    odd = SandboxSpec(environment="debian", require_features=["odd", "simulated"], **SMALL)
+    async with AsyncClient(place.apis[0], place.key) as client:
+        results = [each async for each in client.create_many([odd] * 30)]
+        ids = [each.sandbox.id for each in results if each.sandbox is not None]
+        ids += [(await client.create("debian", require_features=["odd"], **SMALL)).id for _ in range(4)]
+        assert Counter(edge_of(each) % 2 == 1 for each in ids) == {True: 34}
+        await client.kill_many(ids)
+        assert (await client.nodes.list())[0]["features"] == ["simulated", "odd"]
+        for fields, missing in (
+            ({"require_features": ["odd", "warp-drive"]}, ["warp-drive"]),
+            ({"require_features": ["odd", "even"]}, ["even", "odd"]),
+            ({"require_kvm": True}, ["kvm"]),
+        ):
+            with pytest.raises(Unsupported) as refused:
+                await client.create("debian", **SMALL, **fields)
+            assert refused.value.details["missing"] == missing
+            spec = SandboxSpec(environment="debian", **SMALL, **fields)
+            with pytest.raises(Unsupported, match=f"{missing[0]!r}"):
+                [each async for each in client.create_many([spec] * 2)]
+        with pytest.raises(InvalidRequest):
+            await client.create("debian", require_features=["Not A Name"], **SMALL)
 
 
 async def dsec(place: ClusterPlace, *arguments: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from dsec.cluster.asking import ask_of, name_key, record_key
 from dsec.cluster.credentials import check_urls, make_cluster, read_credentials
-from dsec.cluster.nodes import Nodes
+from dsec.cluster.nodes import Nodes, said_facts
 from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import Member, sign, verify
 from dsec.edge.client import Principal
@@ -97,6 +97,15 @@ def test_what_a_sandbox_asks_of_a_node() -> None:
     assert ask.burst
     assert ask.run == "p\0r"
     assert not ask_of(SandboxSpec(environment="e"), "p").burst
+    assert ask_of(SandboxSpec(environment="e"), "p").features == frozenset()
+    required = SandboxSpec(environment="e", backend="microvm", require_kvm=True, require_features=["landlock"])
+    assert ask_of(required, "p").features == {"landlock", "kvm"}
+
+
+def test_a_node_of_the_release_before_is_asked_for_kvm() -> None:
+    """It names no features, and refuses by itself what it can't do."""
+    assert said_facts(NodeFacts(edge=1)).features == ("kvm",)
+    assert said_facts(NodeFacts(edge=1, features=("fuse",))).features == ("fuse",)
 
 
 def test_keys_of_records_are_told_apart() -> None:

@@ -12,7 +12,7 @@ from dsec.edge.client import Created
 from dsec.edge.config import EdgeConfig
 from dsec.edge.kept import BatchItem
 from dsec.edge.node import Edge
-from dsec.errors import Conflict, CreateFailed, InvalidRequest, SandboxNotFound
+from dsec.errors import Conflict, CreateFailed, InvalidRequest, SandboxNotFound, Unsupported
 from dsec.spec.sandbox import SandboxSpec, State
 
 
@@ -46,6 +46,19 @@ async def test_a_name_is_got_or_created(kit: Kit) -> None:
         for project, run, name in (("q", "r", "task17/3"), ("p", None, "task17/3"), ("p", "r", "other")):
             with pytest.raises(SandboxNotFound):
                 edge.find_named(project, run, name)
+
+
+async def test_what_the_node_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    kit = Kit(tmp_path, config=EdgeConfig(features=frozenset({"landlock", "kvm"})))
+    async with kit.edge() as edge:
+        await edge.create(spec(require_features=["landlock"]), project="p")
+        wanted = spec(require_features=["zram", "kvm"], name="n")
+        with pytest.raises(Unsupported, match="this node has no 'zram'") as refused:
+            await edge.create(wanted, project="p", key="k")
+        assert (refused.value.details["field"], refused.value.details["missing"]) == ("require_features", ["zram"])
+        items = await batch(edge, [wanted, spec()])
+        assert [item.error.code if item.error is not None else "" for item in items] == ["unsupported", ""]
+        assert edge.node().features == ["kvm", "landlock"]
 
 
 async def test_names_are_apart_by_project_and_run(kit: Kit) -> None:

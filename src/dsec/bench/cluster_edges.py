@@ -363,6 +363,7 @@ async def serve(keys: Path, edges: int, urls: list[str]) -> None:
             node = edge.node()
             facts = NodeFacts(
                 edge=edge.number,
+                features=("simulated", "odd" if edge.number % 2 else "even"),
                 max_live=node.max_live,
                 max_starting=node.max_starting,
                 memory_capacity_bytes=node.memory_capacity_bytes,

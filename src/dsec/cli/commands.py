@@ -75,6 +75,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
 @click.option("--run", "run_name", help="Run that it belongs to.")
 @click.option("--name", help="Name within the run: the sandbox of this name is used where it exists.")
 @click.option("--label", "labels", multiple=True, metavar="K=V", help="Label.")
+@click.option("--require", "features", multiple=True, metavar="FEATURE", help="The node's kernel must have this.")
 @network_option
 @click.option(
     "--tripwires", multiple=True, metavar="SET", help="Rules to watch it by: default, swe (docs/TRIPWIRES.md)."
@@ -93,6 +94,7 @@ def run(  # noqa: PLR0917 (click passes by name)
     run_name: str | None,
     name: str | None,
     labels: tuple[str, ...],
+    features: tuple[str, ...],
     network: tuple[str, ...],
     tripwires: tuple[str, ...],
     keep: bool,
@@ -108,6 +110,7 @@ def run(  # noqa: PLR0917 (click passes by name)
         "run": run_name,
         "name": name,
         "labels": pairs(labels) or None,
+        "require_features": list(features) or None,
         "network": grants(network) or None,
         "tripwires": list(tripwires) or None,
     }

@@ -404,6 +404,7 @@ class ClusterApi:
             "url": member.url,
             "unshipped": self._nodes.unshipped.get(claim.edge, 0),
             "backends": list(member.facts.backends),
+            "features": list(member.facts.features),
             "labels": member.facts.labels,
             "live": report.live if report is not None else 0,
             "starting": report.starting if report is not None else 0,

@@ -13,6 +13,9 @@ from dsec.plan.quota import account_of
 from dsec.spec.ids import edge_of
 from dsec.spec.sandbox import SandboxSpec
 
+KVM = "kvm"
+"""The feature that `require_kvm` stands for."""
+
 
 class Answered(Struct, frozen=True):
     """An edge's answer to a single creation, to be passed on."""
@@ -37,6 +40,7 @@ def ask_of(spec: SandboxSpec, project: str) -> Ask:
         backend=spec.backend,
         environment=spec.environment,
         run=f"{project}\0{spec.run}" if spec.run is not None else "",
+        features=frozenset((*spec.require_features, KVM) if spec.require_kvm else spec.require_features),
         labels=frozenset(chosen.items()),
         burst=burst,
     )

@@ -29,7 +29,7 @@ from dsec.cluster.runs import ClusterRuns
 from dsec.cluster.upstream import NotSent, Upstream
 from dsec.cluster.wire import RUN, Member, RunNews
 from dsec.edge.client import Principal
-from dsec.errors import CreateFailed, DsecError, SandboxLost, Unavailable
+from dsec.errors import CreateFailed, DsecError, SandboxLost, Unavailable, Unsupported
 from dsec.plan.fencing import Claim
 from dsec.plan.placement import Ask
 from dsec.plan.scheduler import Failure, Order, Scheduler, Wanted
@@ -102,7 +102,10 @@ class Creations:
         """Into the scheduler. Raises `Unsupported`, `Unavailable`."""
         project = job.principal.project
         wanted = Wanted(project=project, account=account, ask=ask, count=count, deadline=deadline)
-        job.ticket = self.scheduler.submit(wanted, list(job.record.parts))
+        try:
+            job.ticket = self.scheduler.submit(wanted, list(job.record.parts))
+        except Unsupported as error:
+            raise self.nodes.lacking(ask.features) or error from None
         self._jobs[job.ticket] = job
         self.pump()
 

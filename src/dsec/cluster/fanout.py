@@ -70,7 +70,8 @@ class Fanout:
         return Page(sandboxes=found)
 
     async def node(self, principal: Principal) -> NodeInfo:
-        """All nodes as if they were one: counts are sums, `backends` are those that any has. Raises `Unavailable`."""
+        """All nodes as if they were one: counts are sums, `backends` and `features` are those that any has. Raises
+        `Unavailable`."""
         members = self._nodes.alive()
         answers = await asyncio.gather(*(self._whole(member, "GET", "/v1/node", principal) for member in members))
         infos = [_node(answer) for answer in answers]
@@ -78,6 +79,7 @@ class Fanout:
         return NodeInfo(
             edge=0,
             backends={name: epoch for info in infos for name, epoch in info.backends.items()},
+            features=sorted({feature for info in infos for feature in info.features}),
             started_at=min((info.started_at for info in infos), default=0.0),
             **sums,
         )

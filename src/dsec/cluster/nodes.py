@@ -15,15 +15,17 @@ import msgspec
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
+from dsec.cluster.asking import KVM
 from dsec.cluster.bus import Bucket, Bus
 from dsec.cluster.logs import SHARDS
 from dsec.cluster.wire import HEARD, Heard, Heartbeat, Join, Joined, Member, Ping
-from dsec.errors import Conflict, DsecError, NotFound, SandboxLost, SandboxNotFound, Unavailable
+from dsec.edge.specs import lacks_features
+from dsec.errors import Conflict, DsecError, NotFound, SandboxLost, SandboxNotFound, Unavailable, Unsupported
 from dsec.plan.fencing import Return, claim, fence, serves
 from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
-from dsec.spec.cluster import NodeReport, filled, sane_facts
+from dsec.spec.cluster import NodeFacts, NodeReport, filled, sane_facts
 
 TICK_S = 1.0
 PULSE_S = 2.7
@@ -35,6 +37,11 @@ ABSENT_S = 2.0
 log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
 _heartbeat = msgspec.json.Decoder(Heartbeat).decode
+
+
+def said_facts(facts: NodeFacts) -> NodeFacts:
+    """Of a node of the release before, which names no features: whether its machines run by KVM is its to say."""
+    return facts if facts.features else replace(facts, features=(KVM,))
 
 
 class Nodes:
@@ -150,6 +157,18 @@ class Nodes:
                 found.append(edge)
         return found
 
+    def lacking(self, features: frozenset[str]) -> Unsupported | None:
+        """Why no node that isn't lost has all of these features; None where one has."""
+        found = [
+            frozenset(said_facts(member.facts).features) for member in self._known.values() if not member.claim.lost
+        ]
+        if any(features <= each for each in found):
+            return None
+        missing = features.difference(*found)
+        if missing:
+            return lacks_features(sorted(missing), "no node of the cluster has")
+        return lacks_features(sorted(features), "no node of the cluster has at the same time")
+
     # --- joining ----------------------------------------------------------------------------------------------------
 
     async def _join(self, message: Msg) -> None:
@@ -212,7 +231,7 @@ class Nodes:
         known = self._known.get(edge)
         self._known[edge] = member
         if known is None or known.claim.incarnation != member.claim.incarnation:
-            self.scheduler.join(member.facts, replace(member.claim, lost=False), time.monotonic())
+            self.scheduler.join(said_facts(member.facts), replace(member.claim, lost=False), time.monotonic())
             self.arrived(member)
         if member.claim.lost and (known is None or not known.claim.lost):
             log.warning("edge %d is lost", edge)

@@ -112,6 +112,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed_total: int = 0
     stuck: int = 0
     """Sandboxes whose removal failed and is being tried again."""
+    features: list[str] = []
+    """What its kernel has that another's may not, for `require_features`; `kvm`: its machines run by it."""
 
 
 class Execution(Protocol):

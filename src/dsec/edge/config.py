@@ -48,6 +48,8 @@ class EdgeConfig(Struct, frozen=True, kw_only=True):
     """Records, events and trajectories of ended sandboxes are kept for so long."""
     lasting_records: bool = False
     """They survive the machine, at the price of waiting for the disk."""
+    features: frozenset[str] = frozenset()
+    """What the host's kernel and its machines have, by the names that creations ask for."""
     trajectory_output_bytes: int = 1 << 20
     """Of one stream of a command, or of one file that is written, that a trajectory keeps; of the rest it has size and
     digest."""

@@ -22,7 +22,7 @@ from dsec.edge.config import EdgeConfig
 from dsec.edge.kept import BatchItem
 from dsec.edge.lives import Lives
 from dsec.edge.sandbox import Sandbox, info_of
-from dsec.edge.specs import differing_fields, learn, resolve
+from dsec.edge.specs import check_features, differing_fields, learn, resolve
 from dsec.edge.tasks import Tasks, quiet
 from dsec.errors import Conflict, DsecError, InvalidRequest, SandboxLost
 from dsec.journal.records import BatchRecord, Journal, Record
@@ -201,6 +201,7 @@ class Naming:
         return self._lives.enter(record, backend, token, deadline_s, again=again)
 
     def _resolve(self, spec: SandboxSpec, project: str) -> Resolved:
+        check_features(spec, self._config.features)
         found = resolve(spec, project, self._backends)
         self._lives.networks.check(found[1].network)
         return found

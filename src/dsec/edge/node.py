@@ -353,6 +353,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
             created_total=lives.created_total,
             failed_total=lives.failed_total,
             stuck=lives.stuck,
+            features=sorted(self._config.features),
         )
 
     # --- network ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import cast
 
@@ -49,6 +49,23 @@ def resolve(spec: SandboxSpec, project: str, backends: Mapping[str, Backend]) ->
         spec = replace(spec, user=spec.user or "root", workdir=spec.workdir or "/")
     backend.check(spec)
     return backend, spec
+
+
+def check_features(spec: SandboxSpec, features: Collection[str]) -> None:
+    """Raises `Unsupported` where a node with these `features` lacks what the spec requires."""
+    missing = sorted({*spec.require_features}.difference(features))
+    if missing:
+        raise lacks_features(missing, "this node has no")
+
+
+def lacks_features(missing: Sequence[str], who: str) -> Unsupported:
+    """`who` doesn't have these."""
+    return Unsupported(
+        f"{who} {' and '.join(repr(each) for each in missing)}",
+        remedy="`features` of GET /v1/node, or of a cluster's /v1/nodes, says what there is; `dsec doctor` says why.",
+        field="require_features",
+        missing=list(missing),
+    )
 
 
 async def learn(specs: Iterable[SandboxSpec], project: str, backends: Mapping[str, Backend]) -> None:

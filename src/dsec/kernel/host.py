@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,14 @@ class Finding(Struct, frozen=True):
     """False: dsec works without it, with less."""
 
 
-def probe_host(state_dir: Path | None = None) -> list[Finding]:
-    """Try everything. Takes about a second; leaves nothing. `state_dir`: where the server would keep its state (its
-    disk is looked at)."""
+def probe_host(state_dir: Path | None = None, *, only: Collection[str] | None = None) -> list[Finding]:
+    """Try everything, or `only` what has these names. Takes about a second; leaves nothing. `state_dir`: where the
+    server would keep its state (its disk is looked at)."""
     found = []
     with tempfile.TemporaryDirectory(prefix="dsec-doctor-", dir=_existing(state_dir)) as scratch:
         for name, needed, function in sorted(PROBES, key=lambda item: _ORDER.index(item[2].__module__)):
+            if only is not None and name not in only:
+                continue
             place = Path(scratch) / re.sub(r"\W+", "-", name)
             place.mkdir()
             try:

@@ -25,12 +25,16 @@ class Missing(Exception):
 Probe = Callable[[Path], str]
 PROBES: list[tuple[str, bool, Probe]] = []
 """Name, whether the server needs it to start, function."""
+FEATURES: set[str] = set()
+"""Names of those that tell hosts apart, and take next to nothing (`features.py`)."""
 
 
-def probe(name: str, *, needed: bool = False) -> Callable[[Probe], Probe]:
+def probe(name: str, *, needed: bool = False, feature: bool = False) -> Callable[[Probe], Probe]:
     """Put a function on the list."""
 
     def add(function: Probe) -> Probe:
+        if feature:
+            FEATURES.add(name)
         PROBES.append((name, needed, function))
         return function
 

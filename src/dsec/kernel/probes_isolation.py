@@ -41,7 +41,7 @@ def _namespaces(_: Path) -> str:
     return ", ".join(flags)
 
 
-@probe("user namespaces", needed=True)
+@probe("user namespaces", needed=True, feature=True)
 def _userns(_: Path) -> str:
     try:
         os.close(idmap.make_userns(100_000, 65_536))
@@ -89,7 +89,7 @@ def _kill(_: Path) -> str:
     return "a frozen process is ended at once"
 
 
-@probe("swap accounting")
+@probe("swap accounting", feature=True)
 def _swap(_: Path) -> str:
     root = CgroupRoot.detect("dsec-doctor")
     if "memory" in root.v1 and not (root.v1["memory"] / "memory.memsw.limit_in_bytes").exists():
@@ -121,9 +121,14 @@ def _seccomp(_: Path) -> str:
     return "a filter was loaded"
 
 
-@probe("landlock")
+def landlock_abi() -> int:
+    """The version of landlock's interface; -1 (and errno) without it."""
+    return int(_libc.syscall(444, None, 0, 1))
+
+
+@probe("landlock", feature=True)
 def _landlock(_: Path) -> str:
-    version = _libc.syscall(444, None, 0, 1)
+    version = landlock_abi()
     if version < 0:
         raise Missing(
             os.strerror(ctypes.get_errno()), "Boot with landlock in lsm=; without it one layer of defence is missing."
@@ -131,7 +136,7 @@ def _landlock(_: Path) -> str:
     return f"ABI {version}"
 
 
-@probe("core scheduling")
+@probe("core scheduling", feature=True)
 def _core_scheduling(_: Path) -> str:
     cookie = ctypes.c_uint64()
     try:
@@ -144,7 +149,7 @@ def _core_scheduling(_: Path) -> str:
     return "available"
 
 
-@probe("pressure stall information")
+@probe("pressure stall information", feature=True)
 def _psi(_: Path) -> str:
     try:
         return Path("/proc/pressure/memory").read_text().splitlines()[0]
@@ -154,7 +159,7 @@ def _psi(_: Path) -> str:
         ) from None
 
 
-@probe("zram")
+@probe("zram", feature=True)
 def _zram(_: Path) -> str:
     if not Path("/sys/class/zram-control").is_dir():
         raise Missing("no zram driver", "modprobe zram: paused sandboxes go to compressed memory.")

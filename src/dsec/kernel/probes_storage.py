@@ -51,7 +51,7 @@ def _erofs_file(place: Path) -> str:
     return "mounted without a loop device"
 
 
-@probe("lazy layers")
+@probe("lazy layers", feature=True)
 def _lazy(place: Path) -> str:
     try:
         return f"by {_fanotify(place)}"
@@ -138,13 +138,13 @@ def _btrfs(place: Path) -> str:
     return "subvolumes with simple quotas"
 
 
-@probe("fuse")
+@probe("fuse", feature=True)
 def _fuse(_: Path) -> str:
     os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
     return "/dev/fuse opens"
 
 
-@probe("fanotify pre-content")
+@probe("fanotify pre-content", feature=True)
 def _fanotify(place: Path) -> str:
     pre_content, pre_access = 0x8, 0x00100000
     fd = _libc.fanotify_init(pre_content | 1, os.O_RDONLY)

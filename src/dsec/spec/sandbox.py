@@ -24,6 +24,7 @@ Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="letters, digits an
 Seconds = Annotated[float, Meta(gt=0, le=366 * 86400.0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Key = Annotated[str, Meta(min_length=1, max_length=120)]
+Feature = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9.-]{0,63}$(?!\n)")]
 
 
 class State(StrEnum):
@@ -106,6 +107,8 @@ class SandboxSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     gpus: int | None = None
     require_kvm: bool = False
     """Of virtual machines: refuse a node that would only imitate the CPU (`SandboxInfo.accel`)."""
+    require_features: Annotated[list[Feature], Meta(max_length=32)] = []
+    """What the node's kernel has to have, as `NodeInfo.features` names it; a cluster chooses a node that has it all."""
     tripwires: Annotated[list[SetName | Rule], Meta(max_length=64)] = []
     """What is to be noticed from outside: names of rule sets and rules of one's own (docs/TRIPWIRES.md)."""
     public_ports: Annotated[list[Port], Meta(max_length=64)] | bool = False
