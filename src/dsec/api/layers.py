@@ -237,7 +237,7 @@ class Layers:
             async def work(progress: Progress) -> dict[str, Any]:
                 if given.form == "image":
                     then = self._named(project, name, "", readers)
-                    found = await self._service.import_archive(path, platform, then, progress, tag=given.tag)
+                    found = await self._service.import_archive(project, path, platform, then, progress, tag=given.tag)
                     return _imported(found, name)
                 meta = await self._service.build_archive(
                     path, given.kind, self._layer_named(project, name, readers), progress, at=given.at

@@ -1,7 +1,8 @@
 """Images become layers: one of ours for each of theirs, and the image's configuration on the topmost.
 
 A layer that was imported before, over the same ones below, is not fetched again: `store/imports/<chain>` remembers
-which layer it became.
+which layer it became. It is each project's own: who can only say what an image consists of must not get what another
+brought.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class Imported(NamedTuple):
 class Importer:
     """Imports images into one node's layers."""
 
-    def __init__(self, layers: LayerStore, *, budget: Callable[[], Budget] | None = None) -> None:
-        """`budget`: for each layer."""
+    def __init__(self, layers: LayerStore, project: str = "", *, budget: Callable[[], Budget] | None = None) -> None:
+        """`project`: for which it is. `budget`: for each layer."""
         self._layers = layers
+        self._project = project
         self._budget = budget or (lambda: Budget(data_bytes=64 * GIB, file_bytes=256 * GIB))
         self._memory = layers.root.parent / "imports"
         self._memory.mkdir(exist_ok=True)
@@ -65,7 +67,7 @@ class Importer:
             return await self._run(source, image, kind, Path(scratch), progress)
 
     async def _run(self, source: ImageSource, image: Image, kind: Kind, scratch: Path, progress: Progress) -> Imported:
-        chains = _chains(image)
+        chains = _chains(image, self._project)
         known = [self._remembered(chain) for chain in chains]
         first_new = next((n for n, layer in enumerate(known) if layer is None), len(known))
         window = asyncio.Semaphore(DOWNLOADS)
@@ -124,10 +126,11 @@ class Importer:
             return maker.finish(top, kind, f"layer {layer.diff_id[7:19]}", config=config, source=source).digest
 
 
-def _chains(image: Image) -> list[str]:
-    """For each layer a name of it and all below it; the topmost's also of the configuration that it will carry."""
+def _chains(image: Image, project: str) -> list[str]:
+    """For each layer a name of it and all below it, for one project; the topmost's also of the configuration that it
+    will carry."""
     found = []
-    chain = b"1"
+    chain = hashlib.sha256(project.encode()).digest()
     for number, layer in enumerate(image.layers):
         chain = hashlib.sha256(chain + layer.diff_id.encode()).digest()
         if number == len(image.layers) - 1:

@@ -110,10 +110,12 @@ class LayerService:
     ) -> Imported:
         """Import an image of a registry; `then` gives the layers a name. Raises as `Importer.run`, and
         `Registries.source`."""
-        return await self._import(self._registries.source(image, project, credentials), platform, then, progress)
+        source = self._registries.source(image, project, credentials)
+        return await self._import(project, source, platform, then, progress)
 
     async def import_archive(
         self,
+        project: str,
         path: Path,
         platform: Platform,
         then: Callable[[Imported], None],
@@ -125,14 +127,19 @@ class LayerService:
         `Importer.run`."""
         with self.layers.scratch() as scratch:
             source = await asyncio.to_thread(LocalSource, path, Path(scratch), tag)
-            return await self._import(source, platform, then, progress)
+            return await self._import(project, source, platform, then, progress)
 
     async def _import(
-        self, source: ImageSource, platform: Platform, then: Callable[[Imported], None], progress: Progress
+        self,
+        project: str,
+        source: ImageSource,
+        platform: Platform,
+        then: Callable[[Imported], None],
+        progress: Progress,
     ) -> Imported:
         try:
             async with self.making():
-                found = await Importer(self.layers).run(source, platform, "base", progress)
+                found = await Importer(self.layers, project).run(source, platform, "base", progress)
                 await self.share(found.layers, progress)
                 await asyncio.to_thread(then, found)
                 await self.publish()
@@ -152,7 +159,7 @@ class LayerService:
         """The layers of a registry's image, for who is `making`. Raises as `import_registry`."""
         source = self._registries.source(image, project, credentials)
         try:
-            return await Importer(self.layers).run(source, platform, "base", progress)
+            return await Importer(self.layers, project).run(source, platform, "base", progress)
         finally:
             await source.close()
 
