@@ -3,13 +3,19 @@ seed replays to the last event; and that the judge does see what it is there for
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dsec.cli.output import EXIT_PLATFORM
+from dsec.cli.sim import sim
 from dsec.plan.quota import Holder, Ledger
 from dsec.testing.sim import SimConfig, simulate
 from dsec.testing.sim.control import Api
@@ -54,6 +60,26 @@ def test_a_seed_replays_to_the_last_event() -> None:
     ]
     assert said[0] == said[1]
     assert simulate(SimConfig(seed=6, nodes=8, hours=0.1, faults=20.0)).digest not in said[0]
+
+
+def test_what_was_broken_says_how_it_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "renewed", lambda self, runs: None)
+
+    def run(options: str) -> tuple[dict[str, Any], str]:
+        result = CliRunner().invoke(sim, shlex.split(options), standalone_mode=False)
+        assert result.return_value == EXIT_PLATFORM
+        return {**json.loads(result.stdout), "wall_s": 0.0}, result.stderr.partition("again: dsec sim ")[2]
+
+    first, command = run("--seed 1 --nodes 8 --hours 0.12 --faults 5 --json")
+    assert any(" lease:" in text for text in first["violations"])
+    assert run(command)[0] == first
+
+
+@pytest.mark.parametrize("options", ["--hours nan", "--faults inf", "--load 0", "--nodes 0", "--nodes x", "--seeds 0"])
+def test_options_that_mean_nothing_are_refused(options: str) -> None:
+    result = CliRunner().invoke(sim, shlex.split(options))
+    assert result.exit_code == 2
+    assert f"Invalid value for '{options.partition(' ')[0]}'" in result.stderr
 
 
 def broken(kind: str, seeds: range = range(20)) -> bool:

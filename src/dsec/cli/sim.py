@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
+from dsec.cli.output import EXIT_PLATFORM, json_option, note, wants_json, write_json, write_table
 from dsec.cli.progress import Virtual
 from dsec.errors import Unsupported
 
@@ -46,7 +46,7 @@ def sim(  # noqa: PLR0917 (click passes by name)
     """Simulate a cluster with the real placement, fairness, watcher, quotas and fences.
 
     Nodes, network and store are simulated, and fail; sandboxes come and go as published for production. Exit code 3
-    where an invariant was broken: the same seed and options replay it, to the same `digest`.
+    where an invariant was broken; the command that replays it, to the same `digest`, is on stderr.
     """
     try:
         from dsec.testing.sim import SimConfig, simulate
@@ -57,7 +57,10 @@ def sim(  # noqa: PLR0917 (click passes by name)
         config = SimConfig(seed=each, nodes=nodes, hours=hours, apis=apiservers, faults=faults, load=load)
         with Virtual(f"seed {each}", hours * 3600) as progress:
             outcome = simulate(config, progress.at)
-        broken += outcome.invariant_violations
+        if outcome.invariant_violations:
+            broken += 1
+            options = f"--nodes {nodes} --hours {hours} --apiservers {apiservers} --faults {faults} --load {load}"
+            note(f"{outcome.violations[0]}; again: dsec sim --seed {each} {options}")
         if wants_json(as_json):
             write_json(outcome)
         else:
