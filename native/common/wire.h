@@ -48,7 +48,8 @@
  *
  * FORKS. A machine that is copied while it runs goes on in its children as its parent's guest, token and all. Who makes a child sends that
  * token, then CONFIGURE as to a clone, with a random number as its op: CONFIGURED or REFUSED have the same, so that they can be told from
- * the rest of what the parent's guest had to say. Operations go on. Instead of it HALT may come, before or after HELLO: the machine stops all
+ * the rest of what the parent's guest had to say. Operations go on. A machine that nobody else is a copy of, a spare one, becomes another the
+ * same way, and needs no SEED and no MACHINE_ID then. The new token and HELLO may follow at once. Instead of it HALT may come, before or after HELLO: the machine stops all
  * programs, writes everything to its disk and shuts down.
  */
 #ifndef DSEC_WIRE_H
@@ -83,7 +84,7 @@ enum dsec_frame {
                               channels), 0: it goes on. No timeout passes meanwhile, and wall_us doesn't count that time. In a virtual
                               machine, whose clock is another, the number says only whether */
     DSEC_CONFIGURE = 10,   /* a virtual machine's first frame, before HELLO: fields TOKEN, CLOCK_NS, SEED, HOSTNAME, MACHINE_ID,
-                              PIDS, SPAWN_FLAGS -> CONFIGURED, or REFUSED. To a fork's child: see FORKS */
+                              PIDS, SPAWN_FLAGS -> CONFIGURED, or REFUSED, of the same op. To a fork's child: see FORKS */
 
     DSEC_WARM = 11,        /* before CONFIGURE: PATH of a file that is to be in memory, any number -> READY */
     DSEC_HALT = 12,        /* a virtual machine: write everything down and shut down; see FORKS */

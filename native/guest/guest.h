@@ -235,7 +235,7 @@ void vm_boot(bool again); /* the whole machine, up to its channel at DSEC_FD_CHA
 int vm_again(void);     /* AGAIN: this program anew, which forgets all that came since CONFIGURE. -EPROTO, or doesn't return */
 void port_listen(void); /* for later edges, where each makes a connection of its own */
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]);
-int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of a fork's child. 0, or a negative errno at `what` */
+int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char **what); /* CONFIGURE of one that is somebody. 0, or a negative errno at `what` */
 int vm_write_down(void); /* HALT: doesn't return */
 _Noreturn void vm_halt(void);
 

@@ -86,9 +86,9 @@ void port_take(uint8_t *data, size_t size) {
     }
 }
 
-void port_put(uint8_t type, const uint8_t *payload, size_t size) {
+void port_put(uint8_t type, uint64_t op, const uint8_t *payload, size_t size) {
     uint8_t frame[DSEC_HEADER_SIZE + 8 + 256];
-    dsec_put_header(frame, &(struct dsec_header){(uint32_t)size, type, 0, 0});
+    dsec_put_header(frame, &(struct dsec_header){(uint32_t)size, type, 0, op});
     memcpy(frame + DSEC_HEADER_SIZE, payload, size);
     for (size_t sent = 0, whole = DSEC_HEADER_SIZE + size; sent < whole;) {
         ssize_t put = write(port, frame + sent, whole - sent);

@@ -210,10 +210,12 @@ static void mount_root(void) {
 
 /* --- the first frames -------------------------------------------------------------------------------------------------------------- */
 
+static uint64_t asked; /* the op of the frame that is answered */
+
 static void put_ns(uint8_t type, uint64_t ns) {
     uint8_t payload[8];
     put_u64(payload, ns);
-    port_put(type, payload, sizeof payload);
+    port_put(type, asked, payload, sizeof payload);
 }
 
 static _Noreturn void refuse(const char *what, int error) {
@@ -223,7 +225,7 @@ static _Noreturn void refuse(const char *what, int error) {
     put_u32(payload, (uint32_t)error);
     put_u32(payload + 4, 0);
     memcpy(payload + 8, why, strlen(why));
-    port_put(DSEC_REFUSED, payload, 8 + strlen(why));
+    port_put(DSEC_REFUSED, asked, payload, 8 + strlen(why));
     for (;;) port_wait(); /* whoever made the machine ends it */
 }
 
@@ -237,7 +239,8 @@ struct configuration {
     uint64_t clock_ns, pids, flags;
 };
 
-static int parse(struct configuration *found, const uint8_t *data, size_t size) {
+/* `again`: its random state and machine id may be its own already. */
+static int parse(struct configuration *found, const uint8_t *data, size_t size, bool again) {
     struct dsec_fields list = {data, data + size};
     struct dsec_field field;
     int more, error = 0;
@@ -262,7 +265,7 @@ static int parse(struct configuration *found, const uint8_t *data, size_t size) 
         default: return -EPROTO;
         }
     }
-    return error ? error : found->has_token && found->seed_size && found->clock_ns ? 0 : -EPROTO;
+    return error ? error : found->has_token && (found->seed_size || again) && found->clock_ns ? 0 : -EPROTO;
 }
 
 /* What a device of random numbers has given before, and the kernel keeps for who asks next: all clones have the same. */
@@ -294,7 +297,7 @@ static int become(const struct configuration *is, const char **what) {
     *what = "set the clock";
     if (clock_settime(CLOCK_REALTIME, &now)) return -errno;
     *what = "renew the random state";
-    int error = renew_random(is);
+    int error = is->seed_size ? renew_random(is) : 0;
     if (error) return error;
     *what = "set the host name";
     if (sethostname(is->hostname, strlen(is->hostname))) return -errno;
@@ -310,7 +313,7 @@ static void configure(const uint8_t *payload, size_t size) {
     static struct configuration is;
     const char *what = "CONFIGURE has a field that is missing or wrong";
     uint64_t begin = now_ns();
-    int error = parse(&is, payload, size);
+    int error = parse(&is, payload, size, false);
     if (!error) error = become(&is, &what);
     if (error) refuse(what, -error);
     vm_limit(is.pids, is.flags & SF_NO_NEW_PRIVS);
@@ -323,14 +326,17 @@ int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char *
     uint64_t begin = now_ns();
     struct stat st;
     *what = "CONFIGURE has a field that is missing or wrong";
-    int error = parse(&is, payload, size);
+    int error = parse(&is, payload, size, true);
     if (error) return error;
-    urandom = open("/dev/urandom", O_RDWR | O_NONBLOCK | O_CLOEXEC); /* whatever root inside has made of these */
-    machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    if (is.seed_size) { /* whatever root inside has made of these */
+        urandom = open("/dev/urandom", O_RDWR | O_NONBLOCK | O_CLOEXEC);
+        machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    }
     if (machine_id >= 0 && (fstat(machine_id, &st) || !S_ISREG(st.st_mode))) drop(&machine_id);
     error = become(&is, what);
     drop(&urandom);
     drop(&machine_id);
+    vm_limit_programs(is.pids, is.flags & SF_NO_NEW_PRIVS);
     put_u64(took, now_ns() - begin);
     return error;
 }
@@ -370,6 +376,7 @@ static void first_frames(void) {
         put_ns(DSEC_READY, now_ns());
         port_take(head, sizeof head);
         if (dsec_get_header(head, &header)) refuse("CONFIGURE was expected", EPROTO);
+        asked = header.op;
         port_take(payload, header.size);
         if (header.type == DSEC_WARM) warm_all(payload, header.size, &left);
         else if (header.type != DSEC_CONFIGURE) refuse("CONFIGURE was expected", EPROTO);

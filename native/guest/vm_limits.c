@@ -44,14 +44,18 @@ static void limit_memory(void) {
     if (most > 2 * reserve) set_number(GROUPS_DIR "/memory.max", most - reserve);
 }
 
+void vm_limit_programs(uint64_t pids, bool no_new_privs) {
+    if (pids) set_number(GROUPS_DIR "/pids.max", pids);
+    if (no_new_privs) prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+}
+
 void vm_limit(uint64_t pids, bool no_new_privs) {
     static const struct rlimit files = {1024, 1 << 20}, none = {0, 0}, free_of = {RLIM_INFINITY, RLIM_INFINITY};
-    if (pids) set_number(GROUPS_DIR "/pids.max", pids);
+    vm_limit_programs(pids, no_new_privs);
     limit_memory();
     setrlimit(RLIMIT_NOFILE, &files);
     setrlimit(RLIMIT_CORE, &none);
     setrlimit(RLIMIT_NPROC, &free_of);
-    if (no_new_privs) prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
 }
 
 void vm_status(uint8_t status[DSEC_STATUS_SIZE]) {

@@ -6,10 +6,12 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dsec.app import open_host, open_machines
 from dsec.backends.container.host import Host
@@ -39,15 +41,17 @@ class Node:
     def __init__(self, backend: MicroVmBackend) -> None:
         self.backend = backend
         self.handles: dict[str, Handle] = {}
+        self.specs: dict[str, SandboxSpec] = {}
 
-    def reserve(self, capture: str = "") -> str:
+    def reserve(self, capture: str = "", spec: SandboxSpec = SPEC) -> str:
         name = f"box{len(self.handles)}"
-        self.handles[name] = self.backend.reserve(name, SPEC, capture=capture)
+        self.specs[name] = spec
+        self.handles[name] = self.backend.reserve(name, spec, capture=capture)
         return name
 
     async def create(self, name: str) -> MachineInstance:
         async with asyncio.timeout(4 * PATIENCE_S):
-            return await self.backend.create(name, SPEC, self.handles[name])
+            return await self.backend.create(name, self.specs[name], self.handles[name])
 
     async def make(self, capture: str = "") -> MachineInstance:
         return await self.create(self.reserve(capture))
@@ -99,6 +103,26 @@ async def node(place: tuple[Config, Host, Path]) -> AsyncIterator[Node]:
 
 async def alive(instance: MachineInstance) -> None:
     assert ok(await shell(instance.channel, "echo alive")) == b"alive\n"
+
+
+WHO = "cat /proc/sys/kernel/random/boot_id /etc/machine-id; head -c 16 /dev/urandom | od -An -tx1; hostname; date +%s"
+LIMITS = "cat /sys/fs/cgroup/dsec/pids.max; grep NoNewPrivs /proc/self/status"
+
+
+async def test_a_spare_one_becomes_who_is_asked_for(node: Node) -> None:
+    await node.filled()
+    spec = replace(SPEC, pids=17, no_new_privs=True, hostname="asked-for")
+    found = []
+    for each in (spec, SPEC):
+        name = node.reserve(spec=each)
+        instance = await node.create(name)
+        assert not instance.channel.operations()
+        found.append(ok(await shell(instance.channel, WHO)).decode().splitlines())
+        inside = ok(await shell(instance.channel, LIMITS))
+        assert inside.decode().split() == [str(each.pids), "NoNewPrivs:", str(int(each.no_new_privs))]
+        assert found[-1][3] == (each.hostname or name)
+        assert abs(int(found[-1][4]) - time.time()) < PATIENCE_S
+    assert not set(found[0][:3]) & set(found[1][:3])
 
 
 async def test_spare_ones_are_killed_while_they_wait(node: Node) -> None:

@@ -140,6 +140,15 @@ def test_a_stream_that_an_earlier_edge_left_begins_with_our_welcome(before: byte
     assert found == [welcome, Frame(FrameType.SYNCED)]
 
 
+def test_a_refusal_of_what_came_before_the_welcome_is_heard() -> None:
+    number, why = 0x1122334455667788, struct.pack("<II", 1, 0) + b"set the clock: no"
+    other = Frame(FrameType.REFUSED, 5, why).encode() + Frame(FrameType.CONFIGURED, number, bytes(8)).encode()
+    decoder = StreamDecoder(number)
+    assert decoder.feed(other) == []
+    with pytest.raises(ProtocolError, match="set the clock: no"):
+        decoder.feed(Frame(FrameType.REFUSED, number, why).encode())
+
+
 def test_a_stream_refuses_a_huge_size_before_it_waits_for_it() -> None:
     with pytest.raises(ProtocolError):
         StreamDecoder().feed(header(0xFFFFFFFF, FrameType.START))

@@ -118,16 +118,19 @@ class SocketChannel:
         on_broken: Callable[[str], None] | None = None,
         on_eof: Callable[[], None] | None = None,
         token: bytes = b"",
+        introduce: Callable[[int], bytes] | None = None,
     ) -> Self:
         """Greet the guest and take over what it runs; owns `sock` from now on. The caller bounds the time.
 
         `on_broken(reason)`: the guest broke the protocol. `on_eof()`: it closed the channel, or died. `token`: of a
-        virtual machine's port, whose stream may be in the middle of an earlier edge's frame.
+        virtual machine's port, whose stream may be in the middle of an earlier edge's frame. `introduce(number)`: what
+        comes before it; a REFUSED of that number answers it.
         Raises `OutcomeUnknown` where the guest is gone or speaks nonsense.
         """
         channel = cls(sock, clock=clock, spool=spool, on_broken=on_broken, on_eof=on_eof, token=token)
         try:
-            channel.send(channel._token + channel.session.hello())
+            before = introduce(channel.session.incarnation) if introduce else b""
+            channel.send(before + channel._token + channel.session.hello())
             await channel._live
         except BaseException:
             await channel.close()

@@ -192,7 +192,8 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
                 await self.node.machines.clear(handle["vm"], handle["slot"])
                 return await self._create(sandbox_id, spec, handle)
         except BaseException as error:
-            end = await self.node.machines.early_end(handle["vm"]) if isinstance(error, Unavailable) else None
+            gone = isinstance(error, (Unavailable, OutcomeUnknown))
+            end = await self.node.machines.early_end(handle["vm"]) if gone else None
             await asyncio.shield(self.destroy(sandbox_id, handle))
             if end is not None:
                 raise CreateFailed(f"the machine ended while it was made: {self._why(end).message}") from error

@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -46,6 +46,12 @@ class Identity(Struct, frozen=True, kw_only=True):
     hostname: str
     pids: int
     no_new_privs: bool = False
+    own: bool = False
+    """Its random state and machine id are nobody else's already: of one that was somebody before, and not copied."""
+
+
+Introduce = Callable[[int], bytes]
+"""What is said before the channel's first words, by the number that a refusal of it shall have."""
 
 
 def new_token() -> bytes:
@@ -86,6 +92,11 @@ async def configure(sock: socket.socket, identity: Identity) -> float:
     return _configured(await _one_frame(sock))
 
 
+def introduction(identity: Identity, before: bytes = b"") -> Introduce:
+    """As `configure` and `become` (`before`: the parent's token), in one breath with the channel's first words."""
+    return lambda number: before + encode(FrameType.CONFIGURE, number, _fields(identity))
+
+
 async def become(sock: socket.socket, parent: bytes, identity: Identity) -> float:
     """The same of a fork's child, which goes on as the guest of the token `parent`. The caller bounds the time."""
     loop, number = asyncio.get_running_loop(), secrets.randbits(63) | 1
@@ -117,15 +128,17 @@ async def halt(sock: socket.socket, token: bytes) -> None:
 
 
 def _fields(identity: Identity) -> bytes:
+    fresh: tuple[tuple[Tag, bytes], ...] = ()
+    if not identity.own:
+        fresh = (Tag.SEED, os.urandom(64)), (Tag.MACHINE_ID, secrets.token_hex(16).encode())
     return encode_fields(
         (
             (Tag.TOKEN, identity.token),
             (Tag.CLOCK_NS, time.time_ns()),
-            (Tag.SEED, os.urandom(64)),
             (Tag.HOSTNAME, identity.hostname.encode()),
-            (Tag.MACHINE_ID, secrets.token_hex(16).encode()),
             (Tag.PIDS, identity.pids),
             (Tag.SPAWN_FLAGS, NO_NEW_PRIVS if identity.no_new_privs else 0),
+            *fresh,
         )
     )
 

@@ -81,6 +81,10 @@ class Machine:
             sock.close()
         self._connected.clear()
 
+    def keep(self, port: socket.socket) -> None:
+        """Have the connection back that `port` gave."""
+        self._connected["channel"] = port
+
     def connect(self, name: str = "channel") -> socket.socket:
         """To its port, or its `console`, where it was handed these; one at a time is served. Raises `Unavailable`."""
         return self._connected.pop(name, None) or connect(self.directory, name)

@@ -270,10 +270,13 @@ class StreamDecoder:
 
     _WELCOME = _HEADER.pack(24, FrameType.WELCOME, 0, 0, 0)
     _INCARNATION_AT = HEADER_SIZE + 8
+    _OP_AT, _REFUSED = 8, bytes((FrameType.REFUSED, 0, 0, 0))
+    """In a header: the op, and what is before it."""
 
     def __init__(self, incarnation: int | None = None) -> None:
         """`incarnation`: of our HELLO, on a stream that an earlier edge may have left in the middle of a frame
-        (wire.h, STREAMS): what comes before the WELCOME that answers it is dropped."""
+        (wire.h, STREAMS): what comes before the WELCOME that answers it is dropped, but for a REFUSED of that op:
+        `ProtocolError`."""
         self._mark = None if incarnation is None else _U64.pack(incarnation)
         self._buffer = bytearray()
         self._broken: ProtocolError | None = None
@@ -312,6 +315,8 @@ class StreamDecoder:
         """Whether the WELCOME is there; `buffer` then begins with it, else holds what may be its beginning."""
         at = buffer.find(mark)
         while at >= 0:
+            if at >= self._OP_AT and buffer.startswith(self._REFUSED, at - len(self._REFUSED)):
+                raise ProtocolError(f"it refused: {buffer[at + 16 : at + 300].decode(errors='replace')}")
             start = at - self._INCARNATION_AT
             if start >= 0 and buffer.startswith(self._WELCOME, start):
                 self._mark = None

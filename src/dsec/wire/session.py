@@ -203,7 +203,7 @@ class Session:
     ) -> None:
         """`machine`: the guest is a virtual machine's, and says its STATUS."""
         self._machine = machine
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._spooled = spooled or {}
         self._phase = Phase.NEW
         self._ops: dict[int, _Op] = {}
@@ -230,7 +230,7 @@ class Session:
         if self._phase is not Phase.NEW:
             raise RuntimeError("HELLO is said once")
         self._phase = Phase.GREETED
-        return encode(FrameType.HELLO, 0, _HELLO.pack(PROTOCOL_VERSION, 0, 0, self._incarnation))
+        return encode(FrameType.HELLO, 0, _HELLO.pack(PROTOCOL_VERSION, 0, 0, self.incarnation))
 
     def start(self, request: OpRequest) -> tuple[int, list[bytes]]:
         """A new operation's number and the frames that start it. Raises ValueError for a request that cannot
@@ -355,7 +355,7 @@ class Session:
         version, zero, count, incarnation, highest = _WELCOME.unpack(payload)
         if version != PROTOCOL_VERSION:
             raise ProtocolError(f"the guest speaks version {version}, we speak {PROTOCOL_VERSION}")
-        if zero or incarnation != self._incarnation:
+        if zero or incarnation != self.incarnation:
             raise ProtocolError("WELCOME answers another HELLO")
         if count > MAX_OPS or highest > MAX_NUMBER or count > highest:
             raise ProtocolError("WELCOME with absurd counts")

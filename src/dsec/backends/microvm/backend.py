@@ -6,6 +6,7 @@ is `vmm.backend`'s.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
@@ -29,7 +30,7 @@ from dsec.vmm.backend import MachineBackend
 from dsec.vmm.disks import disk_size
 from dsec.vmm.driver import Shape
 from dsec.vmm.ends import whole
-from dsec.vmm.first_words import Identity, become, configure, new_token
+from dsec.vmm.first_words import Identity, Introduce, introduction, new_token
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.machine import Machine, StartLost
 
@@ -156,53 +157,48 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
         shape = Shape(handle["vcpus"], handle["memory_bytes"], handle["disk_bytes"], tuple(layers))
         moment = self.moments.get(handle["capture"]) if handle["capture"] else None
         spare, before = node.spares.take(handle["vm"]), b""
-        if moment is not None:
+        if spare is not None:
+            machine, before = spare.machine, spare.token
+        elif moment is not None:
             machine, before = await node.child(handle["vm"], handle["slot"], shape, handle["cpus"], moment)
         else:
-            machine = spare or await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
+            machine = await node.clone(handle["vm"], handle["slot"], shape, handle["cpus"])
         restored = self._clock.monotonic()
+        identity = Identity(
+            token=bytes.fromhex(handle["token"]),
+            hostname=spec.hostname or sandbox_id,
+            pids=spec.pids,
+            no_new_privs=spec.no_new_privs,
+            own=spare is not None,
+        )
+        if spec.cpu_class == "batch":
+            machine.slot.set_idle()
         try:
-            instance = await self._begin(sandbox_id, spec, handle, machine, before)
-        except (Unavailable, OutcomeUnknown) as error:
-            if spare is None or await node.machines.early_end(spare.name) is None:
+            instance = await self._begin(sandbox_id, machine, handle, introduction(identity, before))
+        except BaseException as error:
+            machine.close()
+            if spare is None or not isinstance(error, (Unavailable, OutcomeUnknown)):
                 raise
-            spare.close()
+            if await node.machines.early_end(machine.name) is None:
+                raise
             raise StartLost(f"a spare machine had ended: {error.message}") from error
-        instance.phases_s = {"clone": restored - begun} | instance.phases_s
+        instance.phases_s = {"clone": restored - begun, "begin": self._clock.monotonic() - restored}
         if moment is None:
             node.spares.refill(Wanted(shape, handle["cpus"]))
         elif moment.held:
             instance.channel.hold(0)
         return instance
 
-    async def _begin(
-        self, sandbox_id: str, spec: SandboxSpec, handle: Handle, machine: Machine, before: bytes
-    ) -> MachineInstance:
-        """Let it go on, as somebody. `before`: as of `VmNode.child`."""
-        restored = self._clock.monotonic()
-        if spec.cpu_class == "batch":
-            machine.slot.set_idle()
-        await machine.control.resume()
-        sock = await machine.port()
+    async def _begin(self, sandbox_id: str, machine: Machine, handle: Handle, introduce: Introduce) -> MachineInstance:
+        """Let it go on, as somebody: said at once, and answered once."""
+        resuming = asyncio.ensure_future(machine.control.resume())
         try:
-            token = bytes.fromhex(handle["token"])
-            identity = Identity(
-                token=token,
-                hostname=spec.hostname or sandbox_id,
-                pids=spec.pids,
-                no_new_privs=spec.no_new_privs,
-            )
-            inside_s = await (become(sock, before, identity) if before else configure(sock, identity))
-        except BaseException:
-            sock.close()
-            raise
-        configured = self._clock.monotonic()
-        instance = await self._serve(sandbox_id, sock, machine, handle, fresh=True)
-        instance.phases_s = {
-            "configure": configured - restored,
-            "configure_inside": inside_s,
-            "hello": self._clock.monotonic() - configured,
-        }
+            await asyncio.sleep(0)  # it is on its way
+            instance = await self._serve(sandbox_id, await machine.port(), machine, handle, introduce)
+            await resuming
+        finally:
+            resuming.cancel()
+            await asyncio.gather(resuming, return_exceptions=True)
         return instance
 
     # --- copies ---
@@ -223,14 +219,22 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
         return instance
 
     async def _serve(
-        self, sandbox_id: str, sock: socket.socket, machine: Machine, handle: Handle, *, fresh: bool = False
+        self,
+        sandbox_id: str,
+        sock: socket.socket,
+        machine: Machine,
+        handle: Handle,
+        introduce: Introduce | None = None,
     ) -> MachineInstance:
+        """`introduce`: of one that begins."""
+        fresh = introduce is not None
         channel = await MovableChannel.open(
             sock,
             clock=self._clock,
             spool=Spool(self.node.host.volume.spool_path(sandbox_id), fresh=fresh),
             on_broken=partial(log.warning, "sandbox %s: its guest broke the protocol: %s", sandbox_id),
             token=bytes.fromhex(handle["token"]),
+            introduce=introduce,
         )
         instance = MachineInstance(
             sandbox_id,
@@ -250,6 +254,7 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
 
     async def destroy(self, sandbox_id: str, handle: Handle) -> None:
         self.suspends.let_go(sandbox_id)
-        await self._end(sandbox_id, handle, self.node.spares.take(handle["vm"]) if handle else None)
+        spare = self.node.spares.take(handle["vm"]) if handle else None
+        await self._end(sandbox_id, handle, spare.machine if spare is not None else None)
         if handle:
             self.suspends.remove(handle["vm"])

@@ -16,11 +16,12 @@ from dsec.kernel.cgroups import CgroupRoot, Slot
 from dsec.kernel.cgroups import Shape as GroupShape
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.vmm.driver import Shape, Start, VmmDriver
+from dsec.vmm.first_words import Identity, configure, new_token, settle_in
 from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine, StartLost, restored
 from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
-from dsec.vmm.stems import STEM, StartStem, Stem, Stems
+from dsec.vmm.stems import REHEARSAL_S, SETTLE_S, STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Template
 
 _WRITE = os.O_RDWR | os.O_CLOEXEC
@@ -43,7 +44,7 @@ class VmNode(MachineNode):
         state). The others as `MachineNode`."""
         super().__init__("vm", host, driver, cgroups, accel_reason=accel_reason)
         self.kernels = KernelStore(host.state)
-        self.spares = Spares(self.machines, self.clone, each=spare)
+        self.spares = Spares(self.machines, self._spare, each=spare)
         self.stems = Stems(self.machines, wanted=driver.name == "qemu" and driver.accel == "tcg")
         self._templates_root = templates or host.state / "vm" / "templates"
         self._templates: Templates | None = None
@@ -94,6 +95,25 @@ class VmNode(MachineNode):
             raise
         self.templates.trust(template)
         return machine
+
+    async def _spare(self, name: str, reservation: str, shape: Shape, cpus: float) -> tuple[Machine, bytes]:
+        """As `clone`, of one that has been somebody, and stands still; and what its guest takes for a channel's
+        begin."""
+        machine = await self.clone(name, reservation, shape, cpus)
+        try:
+            async with asyncio.timeout(REHEARSAL_S):
+                await machine.control.resume()
+                machine.keep(port := await machine.port())
+                await configure(port, Identity(token=(token := new_token()), hostname="spare", pids=0))
+                token = await settle_in(port, token)
+                await asyncio.sleep(SETTLE_S)
+                await machine.control.stop()
+        except BaseException as error:
+            machine.close()
+            if isinstance(error, TimeoutError):
+                raise Unavailable("a spare machine isn't ready in time") from None
+            raise
+        return machine, token
 
     def _stem(self, shape: Shape, template: Template) -> tuple[GroupShape, StartStem]:
         async def start(name: str, reservation: str) -> Machine:

@@ -1,4 +1,5 @@
-"""Spare clones: restored, waiting, nobody yet. Who asks for a machine like one of them gets it within milliseconds.
+"""Spare clones: they run no more than what each machine does first, as somebody whom nobody knows, and wait, stopped.
+Who asks for a machine like one of them gets it within milliseconds.
 
 Only what was asked for lately has spares, a few each and SPARES_MOST in all; what isn't asked for any more goes.
 """
@@ -37,21 +38,24 @@ class Spare(Struct, frozen=True):
 
     machine: Machine
     reservation: str
+    token: bytes
+    """What its guest takes for a channel's begin."""
 
 
-Clone = Callable[[str, str, Shape, float], Awaitable[Machine]]
+Make = Callable[[str, str, Shape, float], Awaitable[tuple[Machine, bytes]]]
+"""A machine that waits, and its token."""
 
 
 class Spares:
     """All spare clones of a node."""
 
-    def __init__(self, machines: Machines, clone: Clone, *, each: int) -> None:
+    def __init__(self, machines: Machines, make: Make, *, each: int) -> None:
         """`each`: how many of a kind."""
         self._machines = machines
-        self._clone = clone
+        self._make = make
         self._each = each
         self._ready: dict[Wanted, list[Spare]] = {}
-        self._claimed: dict[str, Machine] = {}
+        self._claimed: dict[str, Spare] = {}
         self._idle: dict[Wanted, asyncio.TimerHandle] = {}
         self._filling: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -67,10 +71,10 @@ class Spares:
         if not ready:
             return None
         spare = ready.pop()
-        self._claimed[spare.machine.name] = spare.machine
+        self._claimed[spare.machine.name] = spare
         return spare
 
-    def take(self, name: str) -> Machine | None:
+    def take(self, name: str) -> Spare | None:
         """One that was claimed; the caller's from now on."""
         return self._claimed.pop(name, None)
 
@@ -122,7 +126,7 @@ class Spares:
             groups = self._machines.group_shape(wanted.shape.memory_bytes, wanted.cpus)
             reservation = self._machines.pool.reserve(groups)
             try:
-                machine = await self._clone(name, reservation, wanted.shape, wanted.cpus)
+                machine, token = await self._make(name, reservation, wanted.shape, wanted.cpus)
             except (DsecError, OSError) as error:
                 log.warning("no spare machine can be made: %s", error)
                 await self._machines.end(name, reservation)
@@ -134,7 +138,7 @@ class Spares:
             if ready is None:
                 await self._machines.end(name, reservation, machine)
                 continue
-            ready.append(spare := Spare(machine, reservation))
+            ready.append(spare := Spare(machine, reservation, token))
             self._machines.exited(name).add_done_callback(partial(self._on_exit, wanted, spare))
 
     def _on_exit(self, wanted: Wanted, spare: Spare, _: asyncio.Future[Ended]) -> None:
