@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
-from dsec import AsyncClient, AsyncSandbox, SandboxSpec
+from dsec import AsyncClient, AsyncSandbox, CreateResult, SandboxSpec
 from dsec.bench.cluster_edges import MAX_LIVE, MEMORY_BYTES
 from dsec.bench.cluster_place import ClusterPlace, running
+from dsec.errors import Unavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EDGES = 2
@@ -79,3 +81,35 @@ async def test_a_burst_starves_nobody_and_weights_count(place: ClusterPlace) -> 
         finally:
             for each in askers:
                 await each.client.close()
+
+
+async def test_nobody_waits_for_a_node_that_doesnt_answer(place: ClusterPlace) -> None:
+    """15 s after the deadline a creation is told as unknown, of a batch each that isn't told; its key leads to what was
+    made in the end."""
+    small = {"memory_bytes": 64 << 20}
+    specs = [SandboxSpec(environment="debian", name=name, **small) for name in (None, None, None, "named")]
+    async with AsyncClient(place.apis[0], place.key, retry_s=0.1) as client:
+
+        async def many() -> list[CreateResult[AsyncSandbox]]:
+            return [each async for each in client.create_many(specs, key="late", deadline_s=1.0)]
+
+        place.edges.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(120):
+                single = asyncio.create_task(client.create("debian", deadline_s=1.0, **small))
+                told = await many()
+                with pytest.raises(Unavailable, match="has not answered"):
+                    await single
+        finally:
+            place.edges.send_signal(signal.SIGCONT)
+        assert [each.error.code for each in told if each.error is not None] == ["unavailable"] * 4
+
+        async def there() -> list[str]:
+            return sorted([each.sandbox.id for each in await many() if each.sandbox is not None])
+
+        began = time.monotonic()
+        while len(ids := await there()) < 4 or (await place.ask("look"))["projects"]["default"] < 5:
+            assert time.monotonic() - began < 60
+        assert await there() == ids
+        assert (await place.ask("look"))["projects"]["default"] == 5, "the single one too, and none twice"
+        await client.kill_many([each.id for each in await client.list(limit=1000)])

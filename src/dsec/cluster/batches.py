@@ -1,7 +1,8 @@
 """Creations of many in one call: cut into what needs the same of a node, planned as one, sent to each node as one
 request, and answered line by line as the nodes answer.
 
-Invariant: each place of the batch is told once. What a node says of a sandbox is passed on as it is: it is read so far
+Invariants: each place of the batch is told once, `LATE_S` after the deadline at the latest: what is made goes on then,
+for whoever comes with the same key. What a node says of a sandbox is passed on as it is: it is read so far
 that it is known to be one JSON value, no further.
 """
 
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dsec.cluster.asking import Answered, account_for, ask_of, comes_again, digest_of, hash_of, short
-from dsec.cluster.creating import DEADLINE_S, RETRY_S, Creations
+from dsec.cluster.creating import DEADLINE_S, LATE_S, RETRY_S, Creations, unanswered
 from dsec.cluster.jobs import Known, Taken
 from dsec.cluster.upstream import NotSent
 from dsec.cluster.wire import REFUSED
@@ -49,19 +50,37 @@ class Batch:
 
     def __init__(self, size: int) -> None:
         self._left = size
+        self._told = bytearray(size)
         self._ready: list[bytes] = []
         self._news = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def give_up_at(self, late: float) -> None:
+        """What isn't told by then (`time.monotonic`) is told as unknown."""
+        if self._left:
+            left = max(0.0, late - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(left, self._give_up)
 
     def sandbox(self, index: int, info: bytes | Raw) -> None:
-        self._put(b'{"index":%d,"sandbox":%b}\n' % (index, bytes(info)))
+        self._put(index, b'{"index":%d,"sandbox":%b}\n' % (index, bytes(info)))
 
     def error(self, index: int, body: bytes | Raw) -> None:
-        self._put(b'{"index":%d,"error":%b}\n' % (index, bytes(body)))
+        self._put(index, b'{"index":%d,"error":%b}\n' % (index, bytes(body)))
 
-    def _put(self, line: bytes) -> None:
+    def _put(self, index: int, line: bytes) -> None:
+        if self._told[index]:
+            return
+        self._told[index] = 1
         self._ready.append(line)
         self._left -= 1
+        if not self._left and self._timer is not None:
+            self._timer.cancel()
         self._news.set()
+
+    def _give_up(self) -> None:
+        body = _encode(unanswered().body())
+        for index in range(len(self._told)):
+            self.error(index, body)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Some at a time, until all are there."""
@@ -90,14 +109,20 @@ class Batches:
         named = [index for index, spec in enumerate(specs) if spec.name is not None]
         groups = _groups(specs, principal.project)
         await self._creations.quotas.pace(principal.project, len(specs) - len(named), deadline)
-        await asyncio.gather(
-            *(
-                _Group(self._creations, batch, principal, specs, indexes, f"{key}.{n}", deadline).begin(
-                    ask, account, on_record=on_record
+        late = deadline + LATE_S
+        try:
+            async with asyncio.timeout(max(0.0, late - time.monotonic())):
+                await asyncio.gather(
+                    *(
+                        _Group(self._creations, batch, principal, specs, indexes, f"{key}.{n}", deadline).begin(
+                            ask, account, on_record=on_record
+                        )
+                        for n, ((ask, account), indexes) in enumerate(groups.items())
+                    )
                 )
-                for n, ((ask, account), indexes) in enumerate(groups.items())
-            )
-        )
+        except TimeoutError:
+            raise unanswered() from None
+        batch.give_up_at(late)
         width = asyncio.Semaphore(NAMED_WIDTH)
         for index in named:
             _keep(self._named(principal, index, specs[index], f"{key}.n{index}", deadline, batch, width))

@@ -146,10 +146,7 @@ class Creations:
                         pass
                     job = await self.records.own(principal, name, digest, named=named)
         except TimeoutError:
-            raise Unavailable(
-                "the node that was asked for it has not answered",
-                remedy="Ask again with the same key: it may be there.",
-            ) from None
+            raise unanswered() from None
 
     async def _attempt(self, job: Job, spec: SandboxSpec, form: Form, key: str, deadline: float) -> Answered:
         done: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
@@ -252,6 +249,13 @@ class Creations:
         if known is not None:
             headers[RUN] = _encode(RunNews(principal.project, known)).decode()
         return headers
+
+
+def unanswered() -> Unavailable:
+    """Nothing is known of a creation `LATE_S` after its deadline."""
+    return Unavailable(
+        "the node that was asked for it has not answered", remedy="Ask again with the same key: it may be there."
+    )
 
 
 def _seen(future: asyncio.Future[Answered]) -> None:
