@@ -13,6 +13,7 @@ import pytest
 from image_kit import TinyImage, registry, tar
 
 from dsec.bench import e2b_client
+from dsec.store.image import host_platform
 from trees import link_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,7 +42,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     paths = [Path(word) for word in libraries if word.startswith("/")]
     files = [(str(path).lstrip("/"), {"data": path.read_bytes(), "mode": 0o755}) for path in (Path("/bin/sh"), *paths)]
     with registry(tmp_path_factory.mktemp("registry")) as url:
-        TinyImage(tar(*files, ("from-image", b"yes\n"))).push(url, "team/tool", "1")
+        archive = tar(*files, ("from-image", b"yes\n"))
+        TinyImage(archive, architecture=host_platform().architecture).push(url, "team/tool", "1")
         yield f"{url.removeprefix('http://')}/team/tool:1"
 
 

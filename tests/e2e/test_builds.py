@@ -200,7 +200,7 @@ def test_the_command_line_builds(server: Server, tmp_path: Path) -> None:
             "line 2: RUN --mount: '../x' leads out of",
         ),
         ("FROM debian\nRUN --mount=type=tmpfs,target=/ true", InvalidRequest, "line 2: RUN: nothing can be mounted"),
-        ("FROM absent\n", InvalidRequest, "line 1: 'absent' doesn't say which registry"),
+        ("FROM absent\n", InvalidRequest, "line 1: no earlier stage, environment or layer is called 'absent'"),
         ("FROM debian\nENV A=${A", InvalidRequest, "line 2: a ${ is not closed"),
         ("FROM debian\nRUN echo last words; exit 7", BuildFailed, "line 2: RUN echo last words; exit 7: it ended"),
         ("FROM debian\nUSER stranger\nRUN true", BuildFailed, "stranger"),

@@ -21,6 +21,7 @@ from image_kit import TinyImage, registry, tar
 from dsec import AsyncClient, Client
 from dsec.cli.layers import drawn
 from dsec.errors import EnvironmentNotFound, InvalidRequest, LayerCorrupt, NotFound
+from dsec.store.image import host_platform
 from server_kit import Server, serving
 from trees import link_store
 
@@ -69,7 +70,7 @@ def busybox(*archives: bytes, **config: object) -> TinyImage:
         entries.append((str(path).lstrip("/"), {"data": path.read_bytes(), "mode": 0o755}))
     entries.append(("bin/sh", {"data": shell.read_bytes(), "mode": 0o755}))
     entries.append(("etc/passwd", b"root:x:0:0::/root:/bin/sh\nworker:x:70:71::/home:/bin/sh\n"))
-    return TinyImage(tar(*entries), *archives, **config)
+    return TinyImage(tar(*entries), *archives, architecture=host_platform().architecture, **config)
 
 
 def test_an_image_is_imported_made_an_environment_and_run(server: Server, real: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from api_kit import Served, served
 from image_kit import TinyImage, tar
 
 from dsec.api.layers import OPERATOR
+from dsec.store.image import host_platform
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ async def test_a_hidden_layer_does_not_exist_for_others(server: Served) -> None:
 
 async def test_who_knows_what_an_image_of_others_consists_of_does_not_have_it(server: Served, tmp_path: Path) -> None:
     """An import of layers that are here already, by another, who doesn't show them."""
-    image = TinyImage(tar(("secret", b"s" * 5000)))
+    image = TinyImage(tar(("secret", b"s" * 5000)), architecture=host_platform().architecture)
 
     def archive(top: Path) -> bytes:
         image.write_layout(top)

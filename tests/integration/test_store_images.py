@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from aiohttp import web
 from image_kit import OCI, TinyImage, digest_of, push_index, registry, tar
 
@@ -96,11 +97,10 @@ async def test_an_oci_layout(layers: LayerStore, tmp_path: Path, packing: str) -
     assert await load(layers, LocalSource(tmp_path / "image", tmp_path)) == first, "its layers are not read again"
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-async def test_docker_save(layers: LayerStore, tmp_path: Path, zipped: bool) -> None:
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
+async def test_docker_save(layers: LayerStore, tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     archive = tiny().write_docker_archive(tmp_path / "image.tar")
-    if zipped:
-        archive.write_bytes(gzip.compress(archive.read_bytes(), mtime=0))
+    archive.write_bytes(pack(archive.read_bytes()))
     check(layers, await load(layers, LocalSource(archive, tmp_path)))
     (tmp_path / "archive.tar").unlink(missing_ok=True)
     with pytest.raises(NotFound, match="tiny:1"):
@@ -125,8 +125,9 @@ async def test_what_is_no_image_says_so(layers: LayerStore, tmp_path: Path) -> N
     (tmp_path / "text").write_text("no archive" * 100)
     (tmp_path / "bad.gz").write_bytes(b"\x1f\x8b nonsense")
     for name in ("empty", "text", "bad.gz"):
-        with pytest.raises(InvalidRequest):
-            LocalSource(tmp_path / name, tmp_path)
+        with pytest.raises(InvalidRequest) as caught:
+            LocalSource(tmp_path / name, tmp_path, name="the archive")
+        assert str(tmp_path) not in str(caught.value), "where the server keeps it is nobody's business"
         (tmp_path / "archive.tar").unlink(missing_ok=True)
     with pytest.raises(NotFound):
         LocalSource(tmp_path / "absent", tmp_path)
@@ -194,6 +195,8 @@ async def test_a_real_registry(layers: LayerStore, real: str) -> None:
         check(layers, await load(layers, RegistrySource(parse_reference(text))))
     by_digest = RegistrySource(parse_reference(f"{real}/team/app:ignored@{digest}"))
     assert (await load(layers, by_digest, parse_platform("arm64"))).config.user == "arm"
+    with pytest.raises(NotFound, match="is for linux/arm64, not for linux/amd64"):
+        await load(layers, RegistrySource(parse_reference(f"{real}/team/app:arm")))
     with pytest.raises(NotFound, match="linux/amd64, linux/arm64"):
         await load(layers, RegistrySource(parse_reference(f"{real}/team/app:multi")), Platform("linux", "riscv64"))
     for text in ("team/app:2.0", "team/none:1.0"):

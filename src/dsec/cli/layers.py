@@ -90,6 +90,8 @@ def load(
     """Make an environment of an image: HOST[:PORT]/NAME[:TAG], or an archive or OCI layout on this machine."""
     name = name or os.path.basename(image.rstrip("/")).split("@")[0].removesuffix(".tar")
     with Steps() as steps:
+        if not os.path.exists(image) and image.startswith((".", "/")):
+            raise InvalidRequest(f"there is no {image}")
         if os.path.exists(image):
             with _packed(image) as path:
                 found = _run(

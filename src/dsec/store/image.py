@@ -196,22 +196,29 @@ def _fits(has: Platform | None, wanted: Platform) -> bool:
     return (has.os, has.architecture) == (wanted.os, wanted.architecture) and variant
 
 
-def parse_image(digest: str, manifest: Document, config: bytes) -> Image:
-    """An image of its manifest and configuration. Raises `InvalidRequest`, `Unsupported`."""
+def parse_image(digest: str, manifest: Document, config: bytes, platform: Platform) -> Image:
+    """An image of its manifest and configuration. Raises `InvalidRequest`, `Unsupported`, `NotFound` where it is for
+    another platform."""
     layers = manifest.layers or []
     for each in layers:
         if not _LAYER.fullmatch(each.media_type):
             raise Unsupported(f"the image has a layer of an unknown media type: {each.media_type[:200]!r}")
-    parsed, found = parse_config(config)
+    parsed, found = parse_config(config, platform)
     if len(found) != len(layers):
         raise InvalidRequest(f"the image has {len(layers)} layers, its configuration speaks of {len(found)}")
     return Image(digest, parsed, [ImageLayer(e.digest, e.size, d) for e, d in zip(layers, found, strict=True)])
 
 
-def parse_config(config: bytes) -> tuple[ImageConfig, list[str]]:
-    """What an image's configuration says about commands, and the digests of its uncompressed layers. Raises
-    `InvalidRequest`, `Unsupported`."""
+def parse_config(config: bytes, platform: Platform) -> tuple[ImageConfig, list[str]]:
+    """What an image's configuration says about commands, and the digests of its uncompressed layers. Raises as
+    `parse_image`."""
     parsed = _decode(config, _Config, "configuration")
+    has = Platform(parsed.os, parsed.architecture)
+    if parsed.architecture and not _fits(has, platform):  # none: it says nothing, as images without programs may
+        raise NotFound(
+            f"the image is for {has}, not for {platform}",
+            remedy=f"To have it all the same, ask for {has} (--platform).",
+        )
     diff_ids = parsed.rootfs.diff_ids
     if len(diff_ids) > MAX_LAYERS:
         raise InvalidRequest(f"the image has {len(diff_ids)} layers; {MAX_LAYERS} is the limit")

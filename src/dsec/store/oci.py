@@ -1,14 +1,12 @@
 """Images on this machine's disk: an OCI layout directory, and the archives of `docker save` (of either form, also
-gzipped) and of an OCI layout."""
+compressed) and of an OCI layout."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hashlib
 import os
 import shutil
-import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
@@ -27,11 +25,14 @@ from dsec.store.image import (
     parse_document,
     parse_image,
 )
+from dsec.store.packed import Unpacked
 from dsec.store.shared import Progress
 from dsec.store.tar import TarReader
 
 _TAG = "org.opencontainers.image.ref.name"
 _MAX_FILES = 100_000
+_LEAST_FREE = 1 << 30
+_READ = 4 << 20
 
 
 class _Files(Protocol):
@@ -84,20 +85,21 @@ def _skip(file: BinaryIO, size: int) -> None:
 class LocalSource:
     """`image.ImageSource` of one image on disk."""
 
-    def __init__(self, path: Path, scratch: Path, tag: str | None = None) -> None:
+    def __init__(self, path: Path, scratch: Path, tag: str | None = None, *, name: str = "") -> None:
         """`scratch`: an existing directory, for what has to be uncompressed. `tag`: which image, where there are
-        several. Raises `InvalidRequest`, `NotFound`, `TooLarge`. Blocks."""
-        self.name = str(path)
+        several. `name`: what errors call it, where not its path. Raises `InvalidRequest`, `NotFound`, `TooLarge`.
+        Blocks."""
+        self.name = name or str(path)
         self._tag = tag
         if path.is_dir():
             self._files: _Files = _Directory(path)
         elif path.is_file():
-            self._files = _Archive(_plain(path, scratch))
+            self._files = _Archive(_plain(path, scratch, self.name))
         else:
-            raise NotFound(f"there is no {path}")
+            raise NotFound(f"there is no {self.name}")
         if self._files.find("index.json") is None and self._files.find("manifest.json") is None:
             raise InvalidRequest(
-                f"{path} is no image: it has neither index.json nor manifest.json",
+                f"{self.name} is no image: it has neither index.json nor manifest.json",
                 remedy="Give an OCI layout, or what `docker save` writes.",
             )
 
@@ -119,7 +121,7 @@ class LocalSource:
 
     def _image(self, platform: Platform) -> Image:
         if self._files.find("index.json") is None:
-            return self._docker_image()
+            return self._docker_image(platform)
         index = parse_document(self._read("index.json"), "")
         if index.manifests is None:
             raise InvalidRequest(f"{self.name}: its index.json is no index")
@@ -133,11 +135,11 @@ class LocalSource:
             document = parse_document(self._blob(descriptor), descriptor.media_type)
             if document.manifests is None:
                 assert document.config is not None
-                return parse_image(descriptor.digest, document, self._blob(document.config))
+                return parse_image(descriptor.digest, document, self._blob(document.config), platform)
             descriptor = choose(document, platform)
         raise InvalidRequest(f"{self.name}: its indexes lead to indexes, {MAX_NESTING} times over")
 
-    def _docker_image(self) -> Image:
+    def _docker_image(self, platform: Platform) -> Image:
         """The older form of `docker save`: a list of images, whose layers are files."""
         listed = decode_any(self._read("manifest.json"), "manifest.json")
         if not isinstance(listed, list) or not all(
@@ -155,7 +157,7 @@ class LocalSource:
                 f"{self.name} has {len(found) or 'no such'} images", remedy=f"Say which: {tags[:300]}."
             )
         data = self._read(found[0]["Config"])
-        config, diff_ids = parse_config(data)
+        config, diff_ids = parse_config(data, platform)
         names = found[0]["Layers"]
         if len(names) != len(diff_ids):
             raise InvalidRequest(
@@ -181,21 +183,18 @@ class LocalSource:
             return file.read(found.size)
 
 
-def _plain(path: Path, scratch: Path) -> Path:
-    """The archive itself, uncompressed where it is gzipped."""
-    with open(path, "rb") as file:
-        if file.read(2) != b"\x1f\x8b":
-            return path
+def _plain(path: Path, scratch: Path, name: str) -> Path:
+    """The archive itself, uncompressed where it is compressed."""
     target = scratch / "archive.tar"
-    least_free = 1 << 30
-    try:
-        with gzip.open(path, "rb") as source, open(target, "xb") as plain:
-            while data := source.read(4 << 20):
+    with open(path, "rb") as file:
+        unpacked = Unpacked(file.read, name)
+        if not unpacked.packed:
+            return path
+        with open(target, "xb") as plain:
+            while data := unpacked.read(_READ):
                 plain.write(data)
-                if shutil.disk_usage(scratch).free < least_free:
-                    raise TooLarge(f"{path} is too large to be uncompressed here", remedy="Free some space.")
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidRequest(f"{path} can't be uncompressed: {error}") from None
+                if shutil.disk_usage(scratch).free < _LEAST_FREE:
+                    raise TooLarge(f"{name} is too large to be uncompressed here", remedy="Free some space.")
     return target
 
 

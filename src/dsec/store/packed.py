@@ -45,7 +45,8 @@ class Unpacked:
         stream = io.BufferedReader(cast(io.RawIOBase, _Raw(read)), _BUFFER)
         head = stream.peek(8)
         opened = next((form(cast(IO[bytes], stream)) for magic, form in _FORMS if head.startswith(magic)), None)
-        self._packed = opened is not None
+        self.packed = opened is not None
+        """It is compressed."""
         self._stream = stream if opened is None else io.BufferedReader(cast(io.RawIOBase, _Raw(opened.read)), _BUFFER)
 
     def read(self, size: int) -> bytes:
@@ -60,7 +61,7 @@ class Unpacked:
         """Read what is behind an archive's end: a checksum stands there, so damage may be found only now. Raises
         `InvalidRequest`."""
         behind = 0
-        while self._packed and (data := self.read(_BUFFER)):
+        while self.packed and (data := self.read(_BUFFER)):
             behind += len(data)
             if behind > _MAX_BEHIND:
                 raise InvalidRequest(f"{self._what} has more than {_MAX_BEHIND >> 20} MiB behind its end")

@@ -140,7 +140,7 @@ class RegistrySource:
                 raise LayerCorrupt(f"{self.name}: the manifest {reference} is not as large as was said")
             document = parse_document(data, kind or media_type)
             if document.manifests is None:
-                return parse_image(digest, document, await self._config(document))
+                return parse_image(digest, document, await self._config(document), platform)
             expected = choose(document, platform)
             reference, media_type = expected.digest, expected.media_type
         raise InvalidRequest(f"{self.name}: its indexes lead to indexes, {MAX_NESTING} times over")

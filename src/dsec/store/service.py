@@ -126,7 +126,7 @@ class LayerService:
         """Import an image from an archive on this node's disk; `then` gives the layers a name. Raises as
         `Importer.run`."""
         with self.layers.scratch() as scratch:
-            source = await asyncio.to_thread(LocalSource, path, Path(scratch), tag)
+            source = await asyncio.to_thread(LocalSource, path, Path(scratch), tag, name="the archive")
             return await self._import(project, source, platform, then, progress)
 
     async def _import(
