@@ -39,7 +39,8 @@ from dsec.backends.vm.backend import VmBackend
 from dsec.backends.vm.node import FullNode
 from dsec.builder.fetching import Downloads
 from dsec.builder.service import BuildService
-from dsec.configuration import Config, read_config, read_e2b, read_fusion
+from dsec.configuration import Config, read_config
+from dsec.configuration_faces import read_e2b, read_fusion
 from dsec.edge.config import EdgeConfig, HostCapacity, SystemClock
 from dsec.edge.logs import LogFormat, configure
 from dsec.edge.node import Edge
@@ -67,13 +68,7 @@ from dsec.store.build import build_debian_layer
 from dsec.store.environments import DEFAULT, EnvironmentStore
 from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerMounts, LayerStore
-from dsec.store.lazy.cache import LazyCache
-from dsec.store.lazy.copier import Copier
-from dsec.store.lazy.filler import Filler
-from dsec.store.lazy.fuse import FuseFiles
-from dsec.store.lazy.questions import Events, Questions
-from dsec.store.lazy.running import serve_filler
-from dsec.store.lazy.service import DEADLINE_S, LazyLayers
+from dsec.store.lazy.service import LazyLayers
 from dsec.store.leases import Leases
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
@@ -82,9 +77,6 @@ from dsec.store.views import Views
 from dsec.store.volume import Volume
 from dsec.vmm.node import VmHost
 from dsec.vmm.qemu import QemuDriver
-
-CACHE = Path("store", "lazy")
-"""Of layers that are filled on demand, below the state directory."""
 
 log = logging.getLogger("dsec")
 
@@ -123,7 +115,7 @@ def open_host(config: Config) -> Host:
         index = ChunkIndex(config.state / "store" / "chunks.db", config.store)
         shared = SharedLayers(store, environments.layers, index, Leases(store, SystemClock(), config.instance))
         filler = [sys.executable, "-m", "dsec.cli.main", "filler", "--state", str(config.state)]
-        lazy = LazyLayers(cache=config.state / CACHE, run=config.run, filler=filler, way=config.lazy)
+        lazy = LazyLayers(cache=config.cache, run=config.run, filler=filler, way=config.lazy)
         remote = RemoteCatalog(shared, environments, lazy, SystemClock(), f"{_node_name(config)}-lazy")
     return Host(
         state=config.state,
@@ -185,32 +177,6 @@ def _make_swap(config: Config, ledger: Ledger) -> None:
             log.info("host: made compressed swap of at most %d MiB", limit >> 20)
     except OSError as error:
         log.warning("paused sandboxes keep their memory, as the host has no swap: %s", error)
-
-
-def run_filler(state: Path, *, fuse: bool, copier: Path | None) -> int:
-    """Fill lazy layers until the holder ends or SIGTERM comes: the process that the server starts beside itself.
-    `fuse`: there is no holder, it makes the file system that reads come from. `copier`: the compiled program."""
-    configure("human", "info")
-    config = read_config(state)
-
-    async def fill() -> None:
-        store = open_store(config.store)
-        try:
-            cache = LazyCache(config.state / CACHE)
-            clock = SystemClock()
-            questions: Questions
-            if fuse:
-                questions = FuseFiles(config.run / "lazy", deadline_s=DEADLINE_S)
-            else:
-                questions = Events(config.run / "holder.sock")
-            helper = Copier(copier, None if fuse else config.run / "holder.sock", clock) if copier else None
-            filler = Filler(cache, store, questions, clock, most_bytes=config.cache_bytes, copier=helper)
-            await serve_filler(filler, config.run / "fill.sock", clock, helper)
-        finally:
-            await store.close()
-
-    uvloop.run(fill())
-    return 0
 
 
 def make_state(config: Config) -> None:

@@ -1,4 +1,5 @@
-"""The server's configuration: the only place that reads it.
+"""The server's configuration: the only place that reads it, but for what its foreign faces are told
+(`configuration_faces.py`).
 
 By argument or environment: `DSEC_STATE` (default /var/lib/dsec), `DSEC_RUN` (default /run/dsec),
 `DSEC_STORE` (the store that nodes share; default none), `DSEC_CACHE_GIB` (of layers that are filled on demand; default
@@ -23,8 +24,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from dsec.api.e2b import E2bConfig
-from dsec.api.sandboxfusion import FusionConfig
 from dsec.errors import InvalidRequest
 from dsec.kernel.census import instance_of
 from dsec.store.lazy.service import Way
@@ -60,6 +59,11 @@ class Config(Struct, frozen=True, kw_only=True):
     """A paused microVM's memory goes to a file and its VMM ends; else it is frozen and paged out."""
     zram_bytes: int | None = None
     """What compressed swap may take where the host has no swap; 0: make none. None: a quarter of the memory."""
+
+    @property
+    def cache(self) -> Path:
+        """Of layers that are filled on demand."""
+        return self.state / "store" / "lazy"
 
     @property
     def instance(self) -> str:
@@ -122,28 +126,3 @@ def read_config(state: Path | None = None) -> Config:
         vm_suspend=pause == "suspend",
         zram_bytes=int(zram_bytes) if zram_bytes else None,
     )
-
-
-def read_e2b(config: Config) -> E2bConfig:
-    """How the E2B face is set: `e2b.json` in the state directory, or the defaults. Raises `InvalidRequest`."""
-    path = config.state / "e2b.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=E2bConfig)
-    except FileNotFoundError:
-        return E2bConfig()
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{path}: {error}", remedy="docs/E2B.md says what it may hold.") from error
-
-
-def read_fusion(config: Config) -> FusionConfig:
-    """How SandboxFusion's calls are served: `sandboxfusion.json` in the state directory, or the defaults. Raises
-    `InvalidRequest`."""
-    path = config.state / "sandboxfusion.json"
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=FusionConfig)
-        found.check()
-    except FileNotFoundError:
-        return FusionConfig()
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"{path}: {error}", remedy="docs/SANDBOXFUSION.md says what it may hold.") from error
-    return found

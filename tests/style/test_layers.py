@@ -15,8 +15,8 @@ LEVELS = {
     "lifecycle": 1, "ports": 1, "screen_ports": 1, "wire": 1, "plan": 1, "recipe": 1,
     "kernel": 2, "store": 2, "journal": 2, "channel": 2, "egress": 2, "vmm": 2,
     "backends": 3, "builder": 3, "edge": 3, "api": 3, "sdk": 3, "testing": 3, "rollout": 3, "grading": 3, "cluster": 3,
-    "bench": 4, "cli": 4, "app": 4, "app_cluster": 4, "app_shield": 4, "app_shield_edge": 4,
-    "configuration": 4,
+    "bench": 4, "cli": 4, "app": 4, "app_cluster": 4, "app_filler": 4, "app_shield": 4, "app_shield_edge": 4,
+    "configuration": 4, "configuration_faces": 4,
     "": 4,  # dsec/__init__.py: the names of the SDK
 }  # fmt: skip
 

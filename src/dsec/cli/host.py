@@ -83,9 +83,9 @@ def serve(
 @click.option("--copier", type=click.Path(path_type=Path))
 def filler(state: Path, fuse: bool, copier: Path | None) -> int:
     """Fill layers on demand: started by `dsec serve` beside itself."""
-    from dsec import app
+    from dsec import app_filler
 
-    return app.run_filler(state, fuse=fuse, copier=copier)
+    return app_filler.run_filler(state, fuse=fuse, copier=copier)
 
 
 @click.command("doctor")
