@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,28 +34,46 @@ if sys.platform == "linux":
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST = (
     "test_vm.py",
-    "test_microvm.py",
-    "test_container.py",
-    "test_chaos.py",
     "test_openapi.py",
-    "test_sim.py",
+    "test_native_guest_exec.py",
     "test_faults_live.py",
+    "test_microvm.py",
+    "test_server_faults.py",
     "test_shield.py",
+    "test_cluster_live.py",
     "test_vm_live.py",
+    "test_client.py",
+    "test_cluster_moves.py",
+    "test_swerex.py",
+    "test_edge_in_vm.py",
+    "test_quickstart_bench.py",
+    "test_chaos.py",
+    "test_remote.py",
+    "test_quickstart.py",
+    "test_lazy_machines.py",
+    "test_server_input.py",
+    "test_fairness_live.py",
+    "test_microvm_faults.py",
+    "test_every_crossing.py",
+    "test_container.py",
     "test_rolling_upgrade.py",
     "test_microvm_network.py",
     "test_full_machines.py",
-    "test_cluster_live.py",
     "test_machine_tripwires.py",
     "test_microvm_state.py",
-    "test_cluster_moves.py",
+    "test_overflow_live.py",
     "test_microvm_live.py",
     "test_microvm_suspend.py",
     "test_firecracker_machines.py",
-    "test_remote.py",
+    "test_bench_cluster.py",
+    "test_cluster_clients.py",
+    "test_quotas_live.py",
+    "test_rights_live.py",
 )
-"""Files that come first, so that workers, which take a file at a time, end together. Those with clusters stand apart,
-and those with machines do, where the first boots the template of all."""
+"""Files that come first, so that workers, which take a file at a time, end together; a run with `--durations` says how
+long each took. While the first builds the environment that most need, the next two need none. Those with clusters stand
+apart, and those with machines do, where the first boots the template of all. A worker that has a test or two left takes
+its next file already: one that waits behind a single long test waits with it, so none of these is among the last."""
 
 pytest.register_assert_rewrite("dsec.testing.conformance")
 
@@ -82,6 +102,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root on Linux"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which files took longest, for `LONGEST`."""
+    if terminalreporter.config.option.durations is None:
+        return
+    took: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            took[report.location[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for name, duration_s in took.most_common(len(LONGEST) + 10):
+        terminalreporter.write_line(f"{duration_s:7.1f}s {name}")
 
 
 def _children() -> dict[int, str]:
