@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import random
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +18,7 @@ import pytest
 import store_kit
 from test_store_lazy import digest, published
 
+from dsec.bench.lazy import cached_bytes
 from dsec.kernel import loop, mounts
 from dsec.kernel.mounts import ErofsMount
 from dsec.spec.sandbox import SandboxSpec
@@ -67,6 +71,18 @@ async def server(root: Path, store: DirectoryStore) -> AsyncIterator[Server]:
         await made.lazy.close(keep=False)
 
 
+def touch(path: Path, *offsets: int) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for offset in offsets:
+            assert os.pread(file.fileno(), 1, offset)
+
+
+def forget(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def digests(tree: Path) -> dict[str, str]:
     return {
         str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -114,6 +130,47 @@ async def test_garbage_collection_keeps_what_a_node_reads_on_demand(tmp_path: Pa
         again, _ = await asyncio.gather(node.start("app", used), node.remote.let_go(set(), node.mounts.unmount))
         assert {name: digest(again / name) for name in truth} == truth
         assert await maker.leases.used() == {used}
+
+
+async def test_a_large_hot_file_is_read_whole_once_it_was_begun(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    maker = store_kit.node(tmp_path / "maker", store)
+    source = tmp_path / "source"
+    source.mkdir()
+    outside = tmp_path / "outside"
+    outside.write_bytes(random.Random(9).randbytes(1 << 20))
+    forget(outside)
+    (source / "link").symlink_to(outside)
+    os.mkfifo(source / "fifo")
+    for name, size in {"begun": 1_500_000, "another": 1_500_000, "not hot": 1_500_000, "twice": 3_000_000}.items():
+        (source / name).write_bytes(random.Random(name).randbytes(size))
+    hot = ["/", "gone", "fifo", "link", "../outside", str(outside), "/begun", "another", "twice", "nul\0"]
+    layer = maker._layers.add(source, "workspace", hot=hot).digest
+    await maker.push(layer)
+    (source / "link").unlink()
+    truth = digests(source)
+
+    async with server(tmp_path / "node", store) as node:
+        top = await node.start("app", layer)
+
+        async def fetched() -> int:
+            return int((await node.lazy.status())["layers"][layer]["fetched_bytes"])
+
+        touch(top / "begun", 0)
+        whole = -(-1_500_000 // 4096) * 4096
+        await store_kit.until(lambda: cached_bytes(top / "begun") == whole)
+        assert await fetched() == whole
+        assert cached_bytes(top / "another") == cached_bytes(top / "twice") == 0
+        asked = (await node.lazy.status())["holder"]
+        assert digest(top / "begun") == truth["begun"]
+        assert (await node.lazy.status())["holder"] == asked  # nobody had to be asked
+        touch(top / "twice", 0, 2_000_000)
+        await store_kit.until(lambda: cached_bytes(top / "twice") == -(-3_000_000 // 4096) * 4096)
+        assert {name: digest(top / name) for name in truth} == truth
+        assert cached_bytes(outside) == 0
+        await asyncio.to_thread(node.mounts.unmount, layer)  # it goes with its mount
+        assert mounts.find_mount(top) is None
+        assert not [thread for thread in threading.enumerate() if thread.name == "dsec-warm"]
 
 
 async def test_what_nothing_mounts_is_released_when_the_server_starts_again(tmp_path: Path) -> None:

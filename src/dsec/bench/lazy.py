@@ -4,8 +4,9 @@ What is timed is the first sandbox on a node that has nothing: from asking for t
 with cold page cache and cold node cache each time. The variants take turns; ratios are medians over the rounds, and
 (`_quickest`) of the quickest of each. Two commands: `python3 -c 1`, and the tests of a real project (fetched by pip, by
 name). The store is simulated: 0 ms, and 2 ms with 200 MB/s a stream. Then how a filled layer reads against a plain
-file, and what a second reader of a large file adds to the page cache. Needs root and an environment that is built;
-starts no server.
+file, and what a second reader of a large file adds to the page cache. Lazy nodes read large files ahead as the product
+does (`store.lazy.large`); the local one doesn't read hot files beside the command as the product does: with that it
+takes longer. Needs root and an environment that is built; starts no server.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ async def _reading(place: Place, size: int) -> dict[str, Any]:
             pages = list[int]()
             for path in tops:
                 await asyncio.to_thread(_read, path)
-                pages.append(_cached_bytes(lower / "large") + _cached_bytes(data))
+                pages.append(cached_bytes(lower / "large") + cached_bytes(data))
             second = pages[1] - pages[0]
     say(f"filled layer against a plain file: cold {statistics.median(cold):.3f}, warm {statistics.median(warm):.3f}")
     return {
@@ -182,7 +183,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _CACHESTAT = 451
 
 
-def _cached_bytes(path: Path) -> int:
+def cached_bytes(path: Path) -> int:
     """Of a file, in the page cache (cachestat, Linux 6.5)."""
     whole, counts = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
     with open(path, "rb") as file:

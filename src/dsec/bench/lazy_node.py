@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -22,9 +23,10 @@ from dsec.bench.lazy_filler import FarDirectory
 from dsec.edge.config import SystemClock
 from dsec.errors import DsecError
 from dsec.kernel import mounts, syscalls
-from dsec.store.format import trace_key
+from dsec.store.format import decode_manifest, trace_key
 from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerFiles, LayerStore, mount_layer
+from dsec.store.lazy.large import read_begun
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.leases import Leases
 from dsec.store.shared import SharedLayers
@@ -89,9 +91,11 @@ class Place:
         numbers = [str(distance.latency_s), str(distance.bytes_per_s)]
         lazy = LazyLayers(cache=root / "cache", run=run, filler=[*map(str, words), *numbers])
         await lazy.open(self.program)
+        node = LazyNode(root, lazy)
         try:
-            yield LazyNode(root, lazy)
+            yield node
         finally:
+            await node.settle()
             await lazy.close(keep=False)
             shutil.rmtree(root)
 
@@ -127,10 +131,26 @@ class LazyNode:
     def __init__(self, root: Path, lazy: LazyLayers) -> None:
         self.root = root
         self.lazy = lazy
+        self._settling = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     async def mount(self, layer: str, target: Path) -> None:
         files = await self.lazy.attach(layer)
         _mount(LayerFiles(files.image, files.data), target, lazy=not files.complete)
+        if not files.complete:
+            self._threads.append(threading.Thread(target=self._follow, args=(layer, files.image, target)))
+            self._threads[-1].start()
+
+    def _follow(self, layer: str, image: Path, target: Path) -> None:
+        """As `LayerMounts` does."""
+        hot = decode_manifest(image.with_name("manifest.json").read_bytes(), layer).hot
+        read_begun(image, target, hot, self._settling.is_set)
+
+    async def settle(self) -> None:
+        """Nothing is mounted any more."""
+        self._settling.set()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
 
     async def fetched(self, layers: Iterable[str]) -> int:
         """Bytes of data that came from the store."""

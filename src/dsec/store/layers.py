@@ -34,6 +34,7 @@ from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
 from dsec.store.holds import Holds
+from dsec.store.lazy.large import read_begun
 from dsec.store.scratch import Scratch, ScratchRoot
 from dsec.store.tree import Node, directory, walk
 
@@ -42,6 +43,8 @@ READAHEAD_KIB = 1024
 """Of complete layers: measured, docs/SPECIFICATION.md."""
 ALL_HOT_BYTES = 48 << 20
 """A layer up to this size is read whole when it is mounted."""
+_JOIN_S = 2.0
+"""A thread that reads from a store that doesn't answer keeps a detached mount for longer."""
 
 
 class LayerMeta(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -375,10 +378,10 @@ class LayerMounts:
                 plain.mkdir(parents=True, exist_ok=True)
                 mount_layer(LayerFiles(image, data), plain, lazy=lazy, loops=self._store.may_loop(digest))
                 self._mounted.add(plain)
-                if not lazy:
-                    thread = threading.Thread(target=self.warm, args=[digest], name="dsec-warm", daemon=True)
-                    self._warming[digest] = thread
-                    thread.start()
+                warm = self._follow if lazy else self.warm
+                thread = threading.Thread(target=warm, args=[digest], name="dsec-warm", daemon=True)
+                self._warming[digest] = thread
+                thread.start()
             if target not in self._mounted:
                 target.mkdir(exist_ok=True)
                 idmap.place_clone(plain, target, uid_base, ID_COUNT)
@@ -405,6 +408,12 @@ class LayerMounts:
                             return total
         return total
 
+    def _follow(self, digest: str) -> None:
+        """`warm` for a layer that is being filled: only what somebody begins to read."""
+        with contextlib.suppress(NotFound):
+            image, hot = self._store.files(digest).image, self._store.meta(digest).hot
+            read_begun(image, self.root / digest / "0", hot, lambda: self._stopping or digest not in self._warming)
+
     def settle(self) -> None:
         """Wait until the hot files of all layers that were mounted have been read. Blocks."""
         for thread in list(self._warming.values()):
@@ -415,7 +424,7 @@ class LayerMounts:
         self.on_unmount(digest)
         thread = self._warming.pop(digest, None)
         if thread is not None:
-            thread.join()
+            thread.join(_JOIN_S)
         with self._lock:
             self._paths.clear()
             for path in sorted((p for p in self._mounted if p.parent.name == digest), reverse=True):
