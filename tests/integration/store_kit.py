@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,6 +68,15 @@ def project(top: Path, seed: int, files: int = 60) -> Path:
 
 async def keys(store: BlobStore, prefix: str) -> list[str]:
     return sorted([info.key async for info in store.list(prefix)])
+
+
+def only(*layers: str) -> Callable[[], Awaitable[Sequence[str]]]:
+    """Roots of a garbage collection."""
+
+    async def roots() -> Sequence[str]:
+        return layers
+
+    return roots
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import store_kit
 
+from dsec.edge.config import SystemClock
+from dsec.errors import Unavailable
 from dsec.store.blobs import DirectoryStore
 from dsec.store.environments import EnvironmentStore
+from dsec.store.lazy.service import LazyLayers
+from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
 from dsec.store.tree import Node, directory
 from dsec.testing.blobs import FaultyStore
@@ -76,4 +80,21 @@ async def test_a_build_begins_while_garbage_is_collected(service: LayerService) 
         assert not collecting.done()
         await collecting
         assert service.layers.has(layer)
+    assert await service.collect(least_age_s=-1) > 0
+
+
+async def test_a_name_that_can_not_be_read_may_stand_for_anything(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    (tmp_path / "state").mkdir()
+    shared, environments = store_kit.node(tmp_path / "node", store), EnvironmentStore(tmp_path / "state")
+    lazy = LazyLayers(cache=tmp_path / "cache", run=tmp_path / "run", filler=[])
+    remote = RemoteCatalog(shared, environments, lazy, SystemClock(), "node")
+    service = LayerService(environments, shared=shared, remote=remote)
+    layer = shared._layers.add(store_kit.project(tmp_path / "source", 1), "workspace").digest
+    await shared.push(layer)
+    await store.put("names/layers/tools@1/p", b'{"name":"tools@1","layer":"')
+    with pytest.raises(Unavailable, match="names/layers/tools@1/p"):
+        await service.collect(least_age_s=-1)
+    await shared.verify(layer)
+    await store.delete("names/layers/tools@1/p")
     assert await service.collect(least_age_s=-1) > 0

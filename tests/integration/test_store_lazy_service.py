@@ -105,7 +105,7 @@ async def test_garbage_collection_keeps_what_a_node_reads_on_demand(tmp_path: Pa
         top = await node.start("app", used)
         assert digest(top / "large") == truth["large"]
         fetched = (await node.lazy.status())["layers"][used]["fetched_bytes"]
-        collecting = maker.collect([], least_age_s=3600, now=later)
+        collecting = maker.collect(store_kit.only(), least_age_s=3600, now=later)
         reading = asyncio.to_thread(lambda: {name: digest(top / name) for name in truth})  # while it collects
         freed, found = await asyncio.gather(collecting, reading)
         assert freed > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from store_kit import keys, make_bucket, node, project, s3_server, until
+from store_kit import keys, make_bucket, node, only, project, s3_server, until
 
 from dsec.errors import InvalidRequest, LayerCorrupt, NotFound, Unavailable
 from dsec.ports import BlobStore
@@ -290,8 +290,8 @@ async def test_garbage_is_collected_and_nothing_in_use_or_upload_is_lost(tmp_pat
     named, used, garbage = layers
     await here.leases.use("some-node", [used])
     later = time.time() + 7200
-    assert await there.collect([named], least_age_s=1e9, now=later) == 0, "young ones stay"
-    assert await there.collect([named], least_age_s=3600, now=later) > 0
+    assert await there.collect(only(named), least_age_s=1e9, now=later) == 0, "young ones stay"
+    assert await there.collect(only(named), least_age_s=3600, now=later) > 0
     assert sorted([layer async for layer in here.all()]) == sorted([named, used])
     for layer in (named, used):
         await there.verify(layer)
@@ -304,7 +304,12 @@ async def test_garbage_is_collected_and_nothing_in_use_or_upload_is_lost(tmp_pat
     late = there._layers.add(source, "workspace").digest
     pushing = asyncio.create_task(there.push(late))
     await until(lambda: any((tmp_path / "s" / "leases").glob("upload-*")))
-    collecting = asyncio.create_task(here.collect([named], least_age_s=3600, now=later))
+
+    async def roots() -> list[str]:
+        assert pushing.done(), "what uploads end with is known"
+        return [named]
+
+    collecting = asyncio.create_task(here.collect(roots, least_age_s=3600, now=later))
     await until((tmp_path / "s" / "locks" / "gc").exists)
     waiting = asyncio.create_task(here.push(garbage))
     await collecting
@@ -312,6 +317,22 @@ async def test_garbage_is_collected_and_nothing_in_use_or_upload_is_lost(tmp_pat
     await asyncio.gather(pushing, waiting)
     await there.verify(garbage)
     assert await keys(store, "locks/") == await keys(store, "leases/upload-") == []
+
+
+@pytest.mark.parametrize("key", ["leases/use-some-node", "leases/upload-some", "locks/gc"])
+@pytest.mark.parametrize("fault", ["truncate", "corrupt"])
+async def test_nothing_is_deleted_where_it_is_not_known_what_is_in_use(tmp_path: Path, key: str, fault: str) -> None:
+    store = FaultyStore(DirectoryStore(tmp_path / "s"))
+    here = node(tmp_path / "here", store)
+    layer = here._layers.add(project(tmp_path / "source", 4), "workspace").digest
+    await here.push(layer)
+    await here.leases.use("other", [layer])
+    await store.put(key, await store.get("leases/use-other"))
+    await store.delete("leases/use-other")
+    getattr(store, fault).add(key)
+    with pytest.raises(Unavailable):
+        await here.collect(only(), least_age_s=0, now=time.time() + 7200)
+    await here.verify(layer)
 
 
 async def test_leases_of_the_dead_expire(tmp_path: Path) -> None:

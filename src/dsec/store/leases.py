@@ -16,9 +16,11 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from hashlib import sha256
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dsec.errors import NotFound, Unavailable
 from dsec.ports import BlobStore, Clock
@@ -39,6 +41,12 @@ class Lease(Struct, frozen=True, kw_only=True):
     """For people: who it is."""
     expires_at: float
     layers: list[str] = []
+    sum: str = ""
+    """Of all of it, so that damage is noticed; empty: of an earlier version."""
+
+    def summed(self) -> str:
+        """What `sum` has to be."""
+        return sha256(msgspec.json.encode([self.holder, self.expires_at, self.layers])).hexdigest()
 
 
 class Leases:
@@ -136,17 +144,24 @@ class Leases:
         await self._store.put(key, self._encoded([], TTL_S))
 
     def _encoded(self, layers: list[str], ttl_s: float) -> bytes:
-        return msgspec.json.encode(Lease(holder=self._holder, expires_at=self._clock.now() + ttl_s, layers=layers))
+        lease = Lease(holder=self._holder, expires_at=self._clock.now() + ttl_s, layers=layers)
+        return msgspec.json.encode(replace(lease, sum=lease.summed()))
 
     async def _live(self, key: str) -> Lease | None:
+        """Raises `Unavailable` for one that can't be read: it isn't known that nobody relies on it."""
         try:
             lease = msgspec.json.decode(await self._store.get(key), type=Lease)
-        except (NotFound, msgspec.MsgspecError):
+            if lease.sum not in ("", lease.summed()):
+                raise ValueError("it is damaged")
+        except NotFound:
             return None
+        except ValueError as error:
+            message = f"{key} in the store can't be read: {error}"
+            raise Unavailable(message, remedy="If it stays so, delete it.") from None
         return lease if lease.expires_at + SKEW_S > self._clock.now() else None
 
     async def _all(self, prefix: str) -> AsyncIterator[Lease]:
-        """Those that live; dead ones are removed."""
+        """Those that live; dead ones are removed. Raises `Unavailable`."""
         folder, _, begin = prefix.rpartition("/")
         async for info in self._store.list(f"{folder}/"):
             if info.key.rpartition("/")[2].startswith(begin):

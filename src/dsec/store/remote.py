@@ -110,15 +110,22 @@ class RemoteCatalog:
                     log.warning("the lease of this node's layers can't be renewed: %s", error)
 
     async def roots(self) -> set[str]:
-        """Every layer that a name in the store stands for, whoever published it. Raises `Unavailable`."""
+        """Every layer that a name in the store stands for, whoever published it. Raises `Unavailable`, also for a name
+        that can't be read: it may stand for anything."""
         found: set[str] = set()
         async for info in self._store.list("names/"):
-            if info.key.startswith("names/environments/"):
-                environment = await self._read(info.key, Environment)
-                found.update(environment.layers if environment else ())
-            else:
-                named = await self._read(info.key, LayerName)
-                found.update([named.layer] if named else ())
+            is_environment = info.key.startswith("names/environments/")
+            try:
+                data = await self._store.get(info.key)
+                if is_environment:
+                    found.update(msgspec.json.decode(data, type=Environment).layers)
+                else:
+                    found.add(msgspec.json.decode(data, type=LayerName).layer)
+            except NotFound:  # removed meanwhile
+                continue
+            except ValueError as error:
+                message = f"{info.key} in the store can't be read: {error}"
+                raise Unavailable(message, remedy="If it stays so, delete it.") from None
         return found
 
     async def publish(self) -> None:
@@ -208,7 +215,7 @@ class RemoteCatalog:
     async def _read(self, key: str, kind: type[N]) -> N | None:
         try:
             return msgspec.json.decode(await self._store.get(key), type=kind)
-        except (NotFound, msgspec.MsgspecError) as error:
+        except (NotFound, ValueError) as error:
             log.warning("%s: %s", key, error)
             return None
 

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -418,10 +418,15 @@ class LayerService:
                     await asyncio.to_thread(self._release, meta.digest)
                     freed += meta.size_bytes * await asyncio.to_thread(self._remove, meta.digest)
             if self.shared is not None:
-                roots = self.environments.visible_layers(None) | used | self.layers.holds.held()
-                if self._remote is not None:
-                    await self._remote.publish()
-                    roots |= await self._remote.roots()
+
+                async def roots() -> Set[str]:
+                    found = self.environments.visible_layers(None) | self.layers.holds.held()
+                    found |= used | (self._used() or set())
+                    if self._remote is not None:
+                        await self._remote.publish()
+                        found |= await self._remote.roots()
+                    return found
+
                 freed += await self.shared.collect(roots, least_age_s=least_age_s, now=time.time(), progress=progress)
             return freed
 

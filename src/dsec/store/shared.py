@@ -255,16 +255,24 @@ class SharedLayers:
 
     # --- collecting garbage ---
 
-    async def collect(self, roots: Iterable[str], *, least_age_s: float, now: float, progress: Progress = quiet) -> int:
+    async def collect(
+        self,
+        roots: Callable[[], Awaitable[Iterable[str]]],
+        *,
+        least_age_s: float,
+        now: float,
+        progress: Progress = quiet,
+    ) -> int:
         """Delete every layer that isn't in `roots`, isn't used by a node and is older than `least_age_s`, and every
-        pack and image that only those need. Returns the bytes that were freed.
+        pack and image that only those need. `roots` is asked when all uploads have ended. Returns the bytes
+        that were freed.
 
         Raises `Unavailable` where uploads don't end, `LayerCorrupt` (nothing is deleted) where a layer that is kept
         can't be read.
         """
         async with self.leases.collection():
             infos = {info.key: info for top in _COLLECTED async for info in self.store.list(f"{top}/")}
-            keep = set(roots) | await self.leases.used()
+            keep = {*await roots(), *await self.leases.used()}
             needed: set[str] = set()
             for key, info in infos.items():
                 top, _, layer = key.partition("/")
