@@ -33,7 +33,7 @@ POSITIVE = (
 def test_vm(debian_state: Path, vm_templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vm_templates.parent.joinpath("store", "kernels").is_dir()
     monkeypatch.setenv("DSEC_VM_ACCEL", "tcg")
-    result = bench(debian_state, "vm", "--clones", "3", "--at-once", "4", "--memory-mib", "160")
+    result = bench(debian_state, "vm", "--clones", "3", "--at-once", "4", "--memory-mib", "160", "--no-full")
     assert result["accel"] == "tcg"
     assert all(math.isfinite(result[key]) and result[key] > 0 for key in POSITIVE)
     assert result["paged_out_mib"] < result["mib_per_idle_clone"]

@@ -28,7 +28,7 @@ from dsec.bench.output import say, write_result
 from dsec.bench.vm_channel import transfers
 from dsec.bench.vm_fork import forks
 from dsec.bench.vm_full import full_machines
-from dsec.bench.vm_host import bench_host
+from dsec.bench.vm_host import bench_host, have
 from dsec.edge.config import SystemClock
 from dsec.errors import Unsupported
 from dsec.kernel import paging
@@ -81,18 +81,27 @@ async def ask(made: Made) -> None:
 @click.option("--memory-mib", type=click.IntRange(96), default=256, show_default=True)
 @click.option("--clones", type=click.IntRange(3), default=12, show_default=True, help="How many of each measurement.")
 @click.option("--at-once", type=click.IntRange(1), default=100, show_default=True, help="Clones that live together.")
-@click.option("--disk", default="debian", show_default=True, help="Of full machines (`dsec disk`), where it is there.")
+@click.option("--disk", default="debian", show_default=True, help="Of full machines (`dsec disk`).")
+@click.option("--full/--no-full", default=True, show_default=True, help="Measure full machines, too.")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory with environment and kernel.")
 @click.option("--json", "as_json", is_flag=True)
 def command(  # noqa: PLR0917 (click passes by name)
-    environment: str, memory_mib: int, clones: int, at_once: int, disk: str, state: Path | None, as_json: bool
+    environment: str,
+    memory_mib: int,
+    clones: int,
+    at_once: int,
+    disk: str,
+    full: bool,
+    state: Path | None,
+    as_json: bool,
 ) -> None:
-    """Clones of a template against booting it, spare ones, idle memory, pauses. Needs root and a kernel (`dsec
-    kernel`)."""
+    """Clones of a template against booting it, spare ones, idle memory, pauses; the same of full machines. Needs root.
+    An environment or a disk `debian`, and a kernel, are made first where they aren't there, which takes minutes."""
+    have(state, environment, disk if full else None)
     spec = SandboxSpec(
         environment=environment, backend="microvm", memory_bytes=memory_mib * MIB, disk_bytes=512 * MIB, cpus=1
     )
-    write_result(asyncio.run(measure(spec, clones, state, disk, at_once=at_once)), as_json=as_json)
+    write_result(asyncio.run(measure(spec, clones, state, disk if full else None, at_once=at_once)), as_json=as_json)
 
 
 def main(arguments: list[str]) -> int:
@@ -101,10 +110,10 @@ def main(arguments: list[str]) -> int:
 
 
 async def measure(
-    spec: SandboxSpec, count: int, state: Path | None, disk: str = "debian", *, at_once: int = 100
+    spec: SandboxSpec, count: int, state: Path | None, disk: str | None, *, at_once: int = 100
 ) -> dict[str, Any]:
-    """All figures, by their keys. `disk`: of full machines, where it is there; `at_once`: clones that live together.
-    Raises `Unsupported` where this host runs no machines, or has no kernel."""
+    """All figures, by their keys. `disk`: of full machines, None: without them; `at_once`: clones that live together.
+    Raises `Unsupported` where this host runs no machines, or has no kernel, `EnvironmentNotFound`."""
     async with _machines(spec, state, spare=0) as machines:
         began = time.perf_counter()
         made = await machines.make()
@@ -122,7 +131,7 @@ async def measure(
         result |= await forks(machines.backend, spec, min(count, 5), _mib_of)
     async with _machines(spec, state, spare=1) as machines:
         result["pool_claim_ms"] = await _claims(machines, count)
-    return result | await full_machines(disk, count, state, _mib_of)
+    return result if disk is None else result | await full_machines(disk, count, state, _mib_of)
 
 
 @asynccontextmanager

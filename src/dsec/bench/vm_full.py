@@ -21,7 +21,6 @@ from dsec.backends.vm.backend import VmBackend
 from dsec.bench.output import say
 from dsec.bench.vm_host import bench_host
 from dsec.edge.config import SystemClock
-from dsec.errors import EnvironmentNotFound
 from dsec.ports import GuestChannel
 from dsec.spec.operations import OpEnd, OpRequest
 from dsec.spec.sandbox import GIB, MIB, SandboxSpec
@@ -33,16 +32,12 @@ _SETTLE_S = 1.0
 async def full_machines(
     disk: str, count: int, state: Path | None, mib_of: Callable[[MachineInstance], float]
 ) -> dict[str, Any]:
-    """All figures, by their keys; none where the disk isn't there. `mib_of`: memory that only one machine has."""
+    """All figures, by their keys. `mib_of`: memory that only one machine has. Raises `EnvironmentNotFound`."""
     async with bench_host(state) as (config, host):
         beside = await asyncio.to_thread(open_machines, config, host)
         assert beside is not None  # the others have run
         node = open_full_machines(config, host, beside)
-        try:
-            image = node.images.find(disk)
-        except EnvironmentNotFound as error:
-            say(f"full machines are left out: {error.message} (dsec disk build)")
-            return {}
+        image = node.images.find(disk)
         backend = VmBackend(node, SystemClock())
         await backend.open({})
         try:
