@@ -114,8 +114,8 @@ def check(fields, body, where=""):
 
 # --- the machine -----------------------------------------------------------------------------------------------------
 
-READY, CONFIGURED, WELCOME, SYNCED, REFUSED = 74, 75, 66 - 1, 67, 72
-HELLO, START, CONFIGURE, WARM = 1, 2, 10, 11
+READY, CONFIGURED, WELCOME, SYNCED, REFUSED, PONG = 74, 75, 66 - 1, 67, 72, 73
+HELLO, START, CONFIGURE, WARM, PING = 1, 2, 10, 11, 7
 PATTERN = b"a page of the template's memory "
 STATE = b"a microVM's state"
 
@@ -128,6 +128,7 @@ class Machine:
         self.state = BEFORE
         self.has = {}
         self.configured = self.clone = False
+        self.highest = 0
         self.listening = None
         self.connections = []
 
@@ -193,15 +194,16 @@ class Machine:
             threading.Thread(target=self.serve_vsock, daemon=True).start()
 
     def create(self, body):
-        for connection in self.connections:
-            connection.close()
+        connections, self.connections = self.connections, []
+        for connection in connections:  # the device tells the guest that they are over
+            connection.shutdown(socket.SHUT_RDWR)
         size = self.has["/machine-config"]["mem_size_mib"] << 20
         with open(body["mem_file_path"], "r+b") as memory:
             memory.write(bytes(size))  # zeros too, as the real one
             for at in range(0, size, 16 << 20):
                 os.pwrite(memory.fileno(), PATTERN * 128, at)
         with open(body["snapshot_path"], "wb") as file:
-            file.write(STATE + json.dumps(self.has).encode())
+            file.write(STATE + json.dumps([self.has, self.configured, self.highest]).encode())
 
     def load(self, body):
         if self.has:
@@ -210,7 +212,7 @@ class Machine:
             state = file.read()
         if not state.startswith(STATE):
             raise ValueError("this is no state")
-        self.has = json.loads(state[len(STATE) :])
+        self.has, self.configured, self.highest = json.loads(state[len(STATE) :])
         for path, each in self.has.items():
             if path.startswith("/drives/"):
                 self.configure(path, each)
@@ -278,15 +280,18 @@ class Machine:
                 put(READY, struct.pack("<Q", 10**9))
             elif kind == CONFIGURE:
                 self.configured = True
-                put(CONFIGURED, struct.pack("<Q", 10**6))
+                put(CONFIGURED, struct.pack("<Q", 10**6), op)
                 take(16)
             elif kind == HELLO:
-                put(WELCOME, payload[:4] + struct.pack("<I", 0) + payload[8:16] + struct.pack("<Q", 0))
+                put(WELCOME, payload[:4] + struct.pack("<I", 0) + payload[8:16] + struct.pack("<Q", self.highest))
                 put(SYNCED)
+            elif kind == PING:
+                put(PONG, payload + struct.pack("<Q", 1))
             elif kind == START and b"reboot" in payload:
                 say("Kernel panic - not syncing: played")
                 os._exit(0)
             elif kind == START:
+                self.highest = max(self.highest, op)
                 put(REFUSED, struct.pack("<II", 1, 0) + b"nothing runs here", op)
 
 

@@ -16,6 +16,7 @@ from native_guest import UNIFIED, Guest, built
 
 from dsec.channel import GuestOperation, SocketChannel, Spool
 from dsec.channel import files as file_calls
+from dsec.channel.movable import MovableChannel
 from dsec.edge.config import SystemClock
 from dsec.errors import FileError, FileMissing, PermissionDenied, Unavailable
 from dsec.spec.operations import EndKind, ExecFlag, OpEnd, OpRequest, Stage
@@ -85,6 +86,55 @@ async def test_a_command_has_its_streams_and_its_end(bench: Bench) -> None:
     assert end.wall_us > 0
     await operation.release()
     assert await channel.ping() > 0
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+async def test_a_stream_that_is_cut_again_and_again_goes_on_with_the_same_operations(kind: socket.SocketKind) -> None:
+    """As a machine's whose copies break its port: readers and writers notice nothing, and what was said into the cut
+    comes again."""
+    guest = Guest(built("static"), cgroup=UNIFIED is not None, kind=kind)
+    broken: list[str] = []
+    channel = await MovableChannel.open(guest.channel, clock=SystemClock(), on_broken=broken.append)
+    try:
+        data = os.urandom(3_000_000)
+        echo = await channel.start(command("cat", flags=ExecFlag.STDIN, key=b"echo"))
+        counts = await channel.start(command("seq", "1", "60000"))
+        over = await channel.start(command("sh", "-c", "echo over; exit 3"))
+        assert (await collect(over))[2].code == 3
+
+        async def feed() -> None:
+            for at in range(0, len(data), 100_000):
+                await echo.write(data[at : at + 100_000])
+                await asyncio.sleep(0.005)
+            await echo.close_stdin()
+
+        feeding, echoed, counted = (asyncio.ensure_future(each) for each in (feed(), collect(echo), collect(counts)))
+        cuts = 0
+        while not feeding.done():
+            await channel.settle()
+            asking = asyncio.ensure_future(channel.start(command("true")))  # waits
+            await asyncio.sleep(0.002)  # the guest goes on saying things, into the cut
+            channel.part()
+            guest.attach()
+            async with asyncio.timeout(30):
+                await channel.renew(guest.channel)
+            started = await asking
+            assert (await collect(started))[2].code == 0
+            await started.release()
+            cuts += 1
+        assert cuts > 3
+        assert (await echoed)[0] == data
+        assert (await counted)[0] == SEQ
+        assert (over.end is not None, await channel.ping() > 0) == (True, True)
+        assert channel.find(b"echo") is echo
+        for each in (echo, counts, over):
+            await each.release()
+        await channel.ping()
+        assert channel.session.live == 0
+    finally:
+        await channel.close()
+        guest.close()
+    assert broken == []
 
 
 async def test_starts_that_fail_say_where(bench: Bench) -> None:

@@ -17,12 +17,15 @@ from dsec.backends.container.native import build_native
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.configuration import Config
 from dsec.edge.config import SystemClock
+from dsec.errors import Unsupported
 from dsec.spec.causes import Cause
+from dsec.spec.operations import EndKind
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.kernels import Kernel, KernelStore
 from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import shell
 from dsec.vmm.firecracker import FirecrackerDriver, Memory
+from dsec.vmm.instance import MachineInstance
 
 pytestmark = pytest.mark.root
 
@@ -88,6 +91,7 @@ async def backend(request: pytest.FixtureRequest, state: Path, tmp_path: Path) -
         node.driver = node.machines.driver = Played(
             program, "Firecracker v1.17.0", memory=memory, build_native=lambda: build_native(state) / "guest"
         )
+        node.stems.wanted = False  # as with KVM
         found = MicroVmBackend(node, SystemClock())
         await found.open({})
         try:
@@ -125,6 +129,63 @@ async def test_a_machine_is_made_of_a_template_and_ends(backend: MicroVmBackend)
     os.kill(_vmm(two.machine.pid), 9)
     assert (await asyncio.wait_for(two.ended(), 20)).cause is Cause.PLATFORM_KILLED
     await backend.destroy("two", handles["two"])
+
+
+async def test_forks_and_suspends(backend: MicroVmBackend) -> None:
+    """A child is a clone of what its parent was; both, and one that was suspended, go on with their channels."""
+    backend._suspend = True
+    handle = backend.reserve("one", SPEC)
+    one = await backend.create("one", SPEC, handle)
+    await refused(one)  # an operation that is there when the stream is cut
+    asking = [asyncio.ensure_future(one.channel.ping()) for _ in range(3)]
+    name = await backend.split("one", handle)
+    assert min(await asyncio.gather(*asking)) >= 0
+    check_jail(one.machine.pid, one.machine.directory)
+    template = backend.moments.get(name).template
+    kept = os.fstat(template.memory)
+    assert (kept.st_size, kept.st_blocks * 512 < 4 << 20) == (SPEC.memory_bytes, True)
+    children = [f"child{number}" for number in range(2)]
+    handles = {each: backend.reserve(each, SPEC, capture=name) for each in children}
+    made = [await backend.create(each, SPEC, handles[each]) for each in children]
+    for each in (one, *made):
+        await refused(each)
+    await backend.drop(name)
+    with pytest.raises(Unsupported, match="firecracker's"):
+        await backend.capture("one", handle)
+
+    child = made[0]
+    for _ in range(2):
+        child.freeze(True)
+        left = await child.page_out()
+        assert (child.suspended, left.after_bytes) == (True, 0)
+        assert child.machine.name not in {path.name for path in backend.node.machines.root.iterdir()}
+        waiting = asyncio.ensure_future(child.channel.ping())
+        child.freeze(False)
+        assert await asyncio.wait_for(waiting, 20) >= 0
+        await refused(child)
+        async with child.lock:  # who woke it removes its files last
+            assert not backend.suspends.has(child.machine.name)
+    name = await backend.split(children[0], handles[children[0]])  # a copy of a copy
+    grandchild = backend.reserve("grandchild", SPEC, capture=name)
+    await refused(await backend.create("grandchild", SPEC, grandchild))
+
+    frozen = made[1]
+    frozen.freeze(True)
+    backend._instances[children[1]].suspender = None
+    name = await backend.split(children[1], handles[children[1]])
+    assert frozen.machine.slot.frozen
+    frozen.freeze(False)
+    await refused(frozen)
+    for each, used in (handles | {"one": handle, "grandchild": grandchild}).items():
+        await backend.destroy(each, used)
+    assert not list(backend.node.machines.root.iterdir())
+
+
+async def refused(instance: MachineInstance) -> None:
+    """It runs nothing, and says so."""
+    async with asyncio.timeout(20):
+        end = (await shell(instance.channel, "true")).end
+    assert (end.kind, end.message) == (EndKind.START_FAILED, "nothing runs here")
 
 
 def check_jail(pid: int, directory: Path) -> None:

@@ -113,6 +113,22 @@ def test_the_server_that_plays_it_refuses_what_the_api_does(method: str, path: s
     assert machine.state == BEFORE
 
 
+class Saving(Accepting):
+    """Writes snapshots, in a directory that isn't its own here."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def act(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/snapshot/create":
+            assert body["snapshot_type"] == "Full"
+            (self.directory / "state").write_bytes(b"saved")
+            if body["mem_file_path"] == "/proc/self/fd/3/memory":
+                (self.directory / "memory").write_bytes(bytes(1 << 20) + b"content" * 1000)
+        return super().act(method, path, body)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     """Serves at `own/api`; what it was asked."""
@@ -121,7 +137,7 @@ def server(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(tmp_path / "own/api"))
         listening.listen(1)
-        threading.Thread(target=serve, args=(Accepting(), listening, asked.append), daemon=True).start()
+        threading.Thread(target=serve, args=(Saving(tmp_path / "own"), listening, asked.append), daemon=True).start()
         yield asked
 
 
@@ -134,7 +150,6 @@ async def test_a_template_is_booted_and_saved(tmp_path: Path, server: list[dict[
         begin = found.command(wanted).begin
         assert begin is not None
         await begin(control)
-        (tmp_path / "own/state").write_bytes(b"saved")
         state = os.memfd_create("state")
         await control.save(state)
         assert os.pread(state, 100, 0) == b"saved"
@@ -146,6 +161,35 @@ async def test_a_template_is_booted_and_saved(tmp_path: Path, server: list[dict[
         ("PUT", "/snapshot/create"),
     ]
     assert {each["status"] for each in server} == {204}
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {"api"}
+
+
+async def test_a_machine_that_goes_on_is_copied_whole(tmp_path: Path, server: list[dict[str, Any]]) -> None:
+    control = await driver().control(tmp_path / "control")
+    loading = driver().command(start(state=41)).begin
+    assert loading is not None
+    await loading(control)
+    await control.restored()
+    await control.resume()
+    await control.stop()
+    state, memory = os.memfd_create("state"), os.memfd_create("memory")
+    await control.split(state, memory)
+    await control.resume()
+    assert os.pread(state, 100, 0) == b"saved"
+    assert os.pread(memory, 7100, 1 << 20) == b"content" * 1000
+    assert os.fstat(memory).st_blocks * 512 <= 128 << 10  # zeros are holes
+    assert [(each["method"], each["path"], each["body"].get("state")) for each in server] == [
+        ("PUT", "/snapshot/load", None),
+        ("PATCH", "/vm", "Resumed"),
+        ("PATCH", "/vm", "Paused"),
+        ("PUT", "/snapshot/create", None),
+        ("PATCH", "/vm", "Resumed"),
+    ]
+    assert {each["status"] for each in server} == {204}
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {"api"}
+    os.close(state)
+    os.close(memory)
+    control.close()
 
 
 async def test_what_it_refuses_is_said(tmp_path: Path, server: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 from dsec.channel.operation import GuestOperation, again
 from dsec.channel.poller import poller
@@ -64,6 +64,8 @@ def _buffer() -> memoryview:
 class SocketChannel:
     """One edge incarnation's channel into one sandbox. Use `open`."""
 
+    session_kind: ClassVar[type[Session]] = Session
+
     def __init__(
         self,
         sock: socket.socket,
@@ -82,7 +84,7 @@ class SocketChannel:
         self._loop = asyncio.get_running_loop()
         self._spooled = spool.sizes() if spool else {}
         incarnation = secrets.randbits(64)
-        self.session = Session(incarnation, self._spooled, machine=bool(token))
+        self.session = self.session_kind(incarnation, self._spooled, machine=bool(token))
         self.status = Status()
         """Of a virtual machine, as it last said: a claim of code that is hostile."""
         self._token = token

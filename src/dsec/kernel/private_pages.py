@@ -4,7 +4,8 @@ What the process wrote to is pages of its own, and the rest is what the mapped f
 can be done while the process runs (`begin`), and its own pages while it stands still (`finish`). `Copy` makes a file
 with all of it. `Layer` copies its own pages only, into a file whose holes stand for the mapped one's content, its base;
 where the memory is of several files the largest is the base, and what is of the others counts as own. Who is copied may
-be hostile: a file that anybody could still write to is no base, and is copied, too.
+be hostile: a file that anybody could still write to is no base, and is copied, too. `Written` is for a copy that
+somebody else makes.
 """
 
 from __future__ import annotations
@@ -212,6 +213,39 @@ class Layer(_Taken):
         finally:
             os.close(base)
             os.close(own)
+
+
+class Written:
+    """The same where somebody else writes the copy, all of it, into `fd`."""
+
+    def __init__(self, size: int) -> None:
+        """A memfd. Raises OSError."""
+        self.fd = os.memfd_create("memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+
+    @property
+    def private_bytes(self) -> int:
+        """As of `_Taken`."""
+        return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
+
+    def close(self) -> None:
+        """As in `_Taken`."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def begin(self) -> None:
+        """As in `Layer`: there is nothing to do before it stands still, nor then."""
+
+    finish = begin
+
+    def detach(self) -> tuple[int, int]:
+        """As in `Layer`."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        found, self.fd = self.fd, -1
+        return found, -1
+
+    whole = detach
 
 
 def whole(base: int, own: int) -> int:

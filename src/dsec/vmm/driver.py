@@ -102,9 +102,9 @@ class VmmControl(Protocol):
         """Have the machine stand still."""
         ...
 
-    async def split(self, state: int) -> None:
+    async def split(self, state: int, memory: int = -1) -> None:
         """The same as `save` of a machine that stands still and goes on later; to a descriptor of a file that is
-        writable only."""
+        writable only. `memory`: the same for all of its memory, of drivers that `copies_whole`."""
         ...
 
     def resume_soon(self) -> None:
@@ -124,6 +124,9 @@ class VmmDriver(Protocol):
     name: ClassVar[str]
     listens: ClassVar[bool]
     """Whether its VMM makes its sockets itself, below a directory that it is handed, instead of being handed them."""
+    copies_whole: ClassVar[bool]
+    """Whether its VMM writes the memory of a machine that goes on, too (`VmmControl.split`), and cuts the connection to
+    its port by that."""
     built_kernel: ClassVar[bool]
     """Whether it boots only what `dsec kernel build` makes."""
     most_vcpus: ClassVar[int]

@@ -13,7 +13,9 @@ took the VMM over can't fill the host's disk through it. The channel is a vsock 
 (`CONNECT port`); the guest listens, and takes the newest for good (native/guest/vm.c). It needs a built kernel.
 
 A clone's memory is the template's file, mapped privately and shared with the other clones (`File`), or served page by
-page by our own handler (`Uffd`, native/pager), which is of use where a template's file is not in memory anyway.
+page by our own handler (`Uffd`, native/pager), which is of use where a template's file is not in memory anyway. A copy
+of a machine that goes on is a `Full` snapshot, into files that are there for it alone (`split`); the device ends all
+vsock connections by that.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class FirecrackerDriver:
 
     name: ClassVar[str] = "firecracker"
     listens: ClassVar[bool] = True
+    copies_whole: ClassVar[bool] = True
     built_kernel: ClassVar[bool] = True
     accel: ClassVar[str] = "kvm"
     most_vcpus: ClassVar[int] = MOST_VCPUS
@@ -195,8 +198,7 @@ class FirecrackerDriver:
             assert isinstance(control, FirecrackerControl)
             await control.begin(start, plan)
 
-        memory = start.shape.memory_bytes if plan.boot else 0  # a template's is written as a file
-        return Command(plan.argv, plan.fds, begin, file_bytes=memory)
+        return Command(plan.argv, plan.fds, begin, file_bytes=start.shape.memory_bytes)  # `save`, `split`
 
     async def control(self, path: Path) -> FirecrackerControl:
         """As in `VmmDriver`: `path` is `control` in the machine's directory; the API is below it."""
@@ -234,6 +236,8 @@ class FirecrackerControl:
     def __init__(self, api: UnixHttp, directory: Path) -> None:
         self._api = api
         self._directory = directory
+        self._owner = os.lstat(directory / "api").st_uid
+        """The VMM's user."""
         self._start: Start | None = None
         self._load: dict[str, Any] | None = None
         self._resuming: asyncio.Future[None] | None = None
@@ -244,10 +248,6 @@ class FirecrackerControl:
         self._start, self._load = start, plan.load
         if plan.load is not None:
             return
-        owner = self._directory.stat()
-        state = self._directory / "state"  # what `save` writes: later it can make no file
-        state.touch(0o600)
-        os.chown(state, owner.st_uid, owner.st_gid)
         for path, body in plan.boot:
             await self._api.call("PUT", path, body)
         self._lock()
@@ -264,27 +264,44 @@ class FirecrackerControl:
         """As in `VmmControl`. The memory's content goes to its file too: zeros are holes in it."""
         assert self._start is not None
         await self.stop()
-        where = {"snapshot_path": f"{_path(_DIRECTORY)}/state", "mem_file_path": _path(_MEMORY)}
-        await self._api.call("PUT", "/snapshot/create", {"snapshot_type": "Full", **where})
         memory = self._start.memory
-
-        def copy() -> None:
-            fd = os.open(self._directory / "state", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                copy_data(fd, state)
-            finally:
-                os.close(fd)
-            (self._directory / "state").unlink()
-            punch_zeros(memory)
-
-        await asyncio.to_thread(copy)
+        with self._file("state") as written:
+            await self._snapshot(_path(_MEMORY))
+            await asyncio.to_thread(copy_data, written, state)
+        await asyncio.to_thread(punch_zeros, memory)
 
     async def stop(self) -> None:
         await self._api.call("PATCH", "/vm", {"state": "Paused"})
 
-    async def split(self, state: int) -> None:
-        """Its snapshots have all of the memory: a copy takes as long as the machine is large."""
-        raise Unsupported("machines of Firecracker can't be forked in this version", remedy="Use QEMU: DSEC_VMM=qemu.")
+    async def split(self, state: int, memory: int = -1) -> None:
+        """As in `VmmControl`: a snapshot of the kind `Full`, whose memory takes room in the machine's directory, too,
+        until it is copied. Its guest's connections end with that, by the device."""
+        with self._file("state") as written, self._file("memory") as content:
+            await self._snapshot(f"{_path(_DIRECTORY)}/memory")
+
+            def copy() -> None:
+                punch_zeros(content)
+                copy_data(content, memory)
+                copy_data(written, state)
+
+            await asyncio.to_thread(copy)
+
+    async def _snapshot(self, memory: str) -> None:
+        where = {"snapshot_path": f"{_path(_DIRECTORY)}/state", "mem_file_path": memory}
+        await self._api.call("PUT", "/snapshot/create", {"snapshot_type": "Full", **where})
+
+    @contextlib.contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        """One in the directory that the VMM may write to, which can make none there; it goes afterwards."""
+        path = self._directory / name
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchown(fd, self._owner, self._owner)
+            yield fd
+        finally:
+            os.close(fd)
+            path.unlink()
 
     def resume_soon(self) -> None:
         self._resuming = asyncio.ensure_future(self._resume_quietly())

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from dsec.errors import DsecError
+from dsec.channel.movable import MovableChannel
+from dsec.errors import DsecError, Unavailable
 from dsec.kernel import paging
 from dsec.ports import GuestChannel, InstanceEnd, PagedOut, Usage
 from dsec.vmm.flow import Connected
@@ -22,6 +23,9 @@ from dsec.vmm.screens import Screen
 from dsec.wire.session import Status
 
 log = logging.getLogger(__name__)
+
+REJOIN_S = 20.0
+"""For a guest to be there again after its port was cut."""
 
 
 class MachineChannel(GuestChannel, Protocol):
@@ -125,21 +129,50 @@ class MachineInstance:
         """Nothing in the machine moves meanwhile, but its VMM answers; for who has the lock. A frozen one may move for
         the few milliseconds until its VMM has heard of it, and is frozen again. Raises `Unavailable`."""
         slot, control = self.machine.slot, self.machine.control
+        cut = await self._settled() if self.machine.copies_whole else None
         stopping = asyncio.ensure_future(control.stop())
         await asyncio.sleep(0)  # it is said before the VMM can do anything else
         if self.frozen:
             slot.freeze(False)
         try:
             await stopping
+            if cut is not None:
+                cut.part()
             yield
         finally:
             if self.suspended:
                 pass
+            elif cut is not None:
+                await control.resume()
+                await self.rejoin(cut)
             elif self.frozen:
                 slot.freeze(True)
                 control.resume_soon()
             else:
                 await control.resume()
+
+    async def _settled(self) -> MovableChannel:
+        """Its channel, whose stream may be cut: nothing of ours is under way in it. A frozen machine moves for that.
+        Raises `Unavailable`, `OutcomeUnknown`; then it is as before."""
+        assert isinstance(self._channel, MovableChannel)
+        self.machine.slot.freeze(False)
+        try:
+            await self._channel.settle()
+        except BaseException:
+            self.machine.slot.freeze(self.frozen)
+            raise
+        return self._channel
+
+    async def rejoin(self, channel: MovableChannel) -> None:
+        """Go on with a channel whose stream was cut, of a machine that moves; a frozen one is again. Raises
+        `Unavailable`, `OutcomeUnknown`."""
+        try:
+            async with asyncio.timeout(REJOIN_S):
+                await channel.renew(await self.machine.port())
+        except TimeoutError:
+            raise Unavailable("the machine's guest doesn't answer") from None
+        finally:
+            self.machine.slot.freeze(self.frozen)
 
     async def page_out(self) -> PagedOut:
         """As in `ports.PausableHost`. Memory that is still the template's stays: others share it."""

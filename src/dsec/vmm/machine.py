@@ -74,6 +74,11 @@ class Machine:
         self._driver = driver
         self._connected = dict(connected or {})
 
+    @property
+    def copies_whole(self) -> bool:
+        """As in `VmmDriver`."""
+        return self._driver.copies_whole
+
     def close(self) -> None:
         """Let go of its VMM. Idempotent."""
         self.control.close()

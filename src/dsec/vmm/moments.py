@@ -22,11 +22,11 @@ import msgspec
 from msgspec import Struct
 
 from dsec.errors import Unavailable
-from dsec.kernel.private_pages import Layer
+from dsec.kernel.private_pages import Layer, Written
 from dsec.ports import Handle
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.kept import held_bytes
-from dsec.vmm.machine import Machines
+from dsec.vmm.machine import Machine, Machines
 from dsec.vmm.screens import Screen
 from dsec.vmm.template_cache import Template, seal
 
@@ -100,7 +100,7 @@ class Moments:
         _check_memory(handle["memory_bytes"])
         with contextlib.ExitStack() as undo:
             try:
-                layer = await asyncio.to_thread(Layer, instance.machine.pid, handle["memory_bytes"])
+                layer = await asyncio.to_thread(self._memory_of, instance.machine, handle["memory_bytes"])
                 undo.callback(layer.close)
                 await asyncio.to_thread(layer.begin)
                 state = os.memfd_create("state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -124,13 +124,17 @@ class Moments:
             undo.pop_all()
         return name
 
+    @staticmethod
+    def _memory_of(machine: Machine, size: int) -> Layer | Written:
+        return Written(size) if machine.copies_whole else Layer(machine.pid, size)
+
     def _put(self, name: str, moment: Moment) -> None:
         self._kept[name] = moment
         memory, *others = moment.template.files
         self._memory.put(name, held_bytes(*others, *([memory] if moment.template.own < 0 else [])))
 
     async def _split(
-        self, instance: MachineInstance, layer: Layer, state: int, name: str, shown: Screen | None
+        self, instance: MachineInstance, layer: Layer | Written, state: int, name: str, shown: Screen | None
     ) -> tuple[bool, float, int]:
         writable = os.open(f"/proc/self/fd/{state}", os.O_WRONLY | os.O_CLOEXEC)
         own = self._disks.path(instance.machine.name)
@@ -140,7 +144,7 @@ class Moments:
                 held = instance.frozen
                 copying = asyncio.ensure_future(asyncio.to_thread(layer.finish))
                 try:
-                    await instance.machine.control.split(writable)
+                    await instance.machine.control.split(writable, layer.fd)
                     await asyncio.to_thread(self._disks.bring, own, name)
                     screen = await asyncio.to_thread(shown.read) if shown is not None else -1
                 except BaseException:

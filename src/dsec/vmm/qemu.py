@@ -58,6 +58,7 @@ class QemuDriver:
 
     name: ClassVar[str] = "qemu"
     listens: ClassVar[bool] = False
+    copies_whole: ClassVar[bool] = False
     built_kernel: ClassVar[bool] = False
     most_vcpus: ClassVar[int] = 64
 
@@ -268,7 +269,7 @@ class QemuControl:
     async def stop(self) -> None:
         await self._call("stop")
 
-    async def split(self, state: int) -> None:
+    async def split(self, state: int, memory: int = -1) -> None:
         """As in `VmmControl`. A command of Xen's that any build has: it leaves the memory out, whoever shares it."""
         found = await self._call("add-fd", fd=state)
         number = int(found["fdset-id"])

@@ -36,8 +36,8 @@ from dsec.wire.messages import EXIT_LAYOUT, EXIT_TRUNCATED, MAX_MESSAGE, MAX_NUM
 
 __all__ = ["EXIT_LAYOUT", "EXIT_TRUNCATED", "Session"]
 
-_HELLO = struct.Struct("<HHIQ")
-_WELCOME = struct.Struct("<HHIQQ")
+HELLO = struct.Struct("<HHIQ")
+WELCOME = struct.Struct("<HHIQQ")
 _U64 = struct.Struct("<Q")
 _TWO_U64 = struct.Struct("<QQ")
 _TWO_U32 = struct.Struct("<II")
@@ -164,7 +164,7 @@ class Status(Struct, frozen=True):
 Event = Known | Synced | Started | Output | StdinRoom | Ended | Refused | Pong | Status
 
 
-class _Op:
+class Op:
     """An operation as the session sees it: numbers only."""
 
     __slots__ = (
@@ -206,7 +206,7 @@ class Session:
         self.incarnation = incarnation
         self._spooled = spooled or {}
         self._phase = Phase.NEW
-        self._ops: dict[int, _Op] = {}
+        self._ops: dict[int, Op] = {}
         self._keys: set[bytes] = set()
         self._expected = 0
         self._synced_ops: frozenset[int] = frozenset()
@@ -230,7 +230,7 @@ class Session:
         if self._phase is not Phase.NEW:
             raise RuntimeError("HELLO is said once")
         self._phase = Phase.GREETED
-        return encode(FrameType.HELLO, 0, _HELLO.pack(PROTOCOL_VERSION, 0, 0, self.incarnation))
+        return encode(FrameType.HELLO, 0, HELLO.pack(PROTOCOL_VERSION, 0, 0, self.incarnation))
 
     def start(self, request: OpRequest) -> tuple[int, list[bytes]]:
         """A new operation's number and the frames that start it. Raises ValueError for a request that cannot
@@ -244,7 +244,7 @@ class Session:
         frames = list(split_request(FrameType.START, op, messages.encode_request(request)))
         self._next += 1
         takes_stdin = request.kind in _TAKE_STDIN or bool(int(request.flags) & _STDIN)
-        self._ops[op] = _Op(Phase.STARTING, takes_stdin)
+        self._ops[op] = Op(Phase.STARTING, takes_stdin)
         return op, frames
 
     def stdin_room(self, op: int) -> int | None:
@@ -352,7 +352,7 @@ class Session:
                 return Pong(token, guest_ns)
 
     def _welcome(self, payload: bytes) -> None:
-        version, zero, count, incarnation, highest = _WELCOME.unpack(payload)
+        version, zero, count, incarnation, highest = WELCOME.unpack(payload)
         if version != PROTOCOL_VERSION:
             raise ProtocolError(f"the guest speaks version {version}, we speak {PROTOCOL_VERSION}")
         if zero or incarnation != self.incarnation:
@@ -362,7 +362,7 @@ class Session:
         self._expected = count
         self._first = self._next = highest + 1
 
-    def _opstate(self, frame: Frame) -> Known:
+    def _opstate(self, frame: Frame) -> Event | None:
         if not self._expected:
             raise ProtocolError("more operations than WELCOME said")
         self._expected -= 1
@@ -377,7 +377,7 @@ class Session:
         spooled = self._spooled.get(frame.op, (0, 0))
         if held > WINDOW or spooled[0] > found.stdout_end or spooled[1] > found.stderr_end:
             raise ProtocolError(f"operation {frame.op} has more output than its window, or less than it had")
-        op = _Op(Phase.STARTING if found.state == 0 else Phase.RUNNING, stdin=True)
+        op = Op(Phase.STARTING if found.state == 0 else Phase.RUNNING, stdin=True)
         op.pid = found.pid
         op.ends = [max(found.stdout_base, spooled[0]), max(found.stderr_base, spooled[1])]
         op.acked = (found.stdout_base, found.stderr_base)
@@ -416,7 +416,7 @@ class Session:
         op.phase = after
         return event
 
-    def _started(self, frame: Frame, op: _Op) -> Event | None:
+    def _started(self, frame: Frame, op: Op) -> Event | None:
         pid, zero = _TWO_U32.unpack(frame.payload)
         if zero or not 0 < pid <= 1 << 22:
             raise ProtocolError("a malformed STARTED")
@@ -429,7 +429,7 @@ class Session:
         op.resumed = False
         return Started(frame.op, pid)
 
-    def _out(self, frame: Frame, op: _Op) -> Event | None:
+    def _out(self, frame: Frame, op: Op) -> Event | None:
         offset = _U64.unpack_from(frame.payload)[0]
         stderr = bool(frame.flags & _STDERR)
         have = op.ends[stderr]
@@ -445,7 +445,7 @@ class Session:
             raise ProtocolError("output beyond the window")
         return Output(frame.op, stderr, have, frame.payload[8 + have - offset :])
 
-    def _stdin_ack(self, frame: Frame, op: _Op) -> Event | None:
+    def _stdin_ack(self, frame: Frame, op: Op) -> Event | None:
         offset = _U64.unpack(frame.payload)[0]
         if offset <= op.stdin_before:
             return None  # an earlier edge's stdin is being written; it takes nothing from our window
@@ -456,13 +456,13 @@ class Session:
         op.stdin_acked = offset
         return StdinRoom(frame.op)
 
-    def _exit(self, frame: Frame, op: _Op) -> Event:
+    def _exit(self, frame: Frame, op: Op) -> Event:
         end = messages.decode_exit(frame.payload)
         if [end.stdout_bytes, end.stderr_bytes] != op.ends:
             raise ProtocolError(f"EXIT after {op.ends} bytes says {end.stdout_bytes} and {end.stderr_bytes}")
         return Ended(frame.op, end)
 
-    def _refused(self, frame: Frame, op: _Op) -> Event:
+    def _refused(self, frame: Frame, op: Op) -> Event:
         errno, zero = _TWO_U32.unpack_from(frame.payload)
         message = frame.payload[8 : 8 + 4 * MAX_MESSAGE].decode("utf-8", "replace")[:MAX_MESSAGE]
         if zero or not 0 < errno < 4096:

@@ -206,6 +206,11 @@ class MicroVmBackend(MachineBackend[VmNode, MachineInstance]):
     async def capture(self, sandbox_id: str, handle: Handle) -> Captured:
         """As in `ports.CaptureHost`."""
         self._check_same(handle)
+        if self.node.driver.copies_whole:
+            raise Unsupported(
+                f"files of a machine of {self.node.driver.name}'s can't be kept as a layer in this version",
+                remedy="Copy them out, or use QEMU: DSEC_VMM=qemu.",
+            )
         return await self.captures.take(await self._running(sandbox_id), handle, tuple(handle["layers"]))
 
     async def drop(self, name: str) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _WHOLE, _HALF = ".suspended", ".suspending"
 _FILES = ("memory", "state")
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Suspends:
@@ -89,39 +90,51 @@ class Suspends:
         half = self._path(name, _HALF)
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir(mode=0o700)
-        channel.quiet(True)
+        cut = instance.machine.copies_whole  # its stream is, and ends where nothing is under way
+        if not cut:
+            channel.quiet(True)
         try:
             async with instance.held():
-                await instance.machine.control.stop()  # a VMM that answers has done with its sockets what it can
-                while channel.take_in():
-                    await instance.machine.control.stop()
+                if not cut:
+                    await instance.machine.control.stop()  # a VMM that answers has done with its sockets what it can
+                    while channel.take_in():
+                        await instance.machine.control.stop()
                 await self._write(instance, half)
                 if instance.frozen:
                     half.rename(self._path(name))
                     instance.suspended = True
                     self._watch(instance, False)
-                    self._rest[instance.sandbox_id] = await asyncio.to_thread(_unread, instance.machine.pid)
-                    channel.part()
+                    if not cut:
+                        self._rest[instance.sandbox_id] = await asyncio.to_thread(_unread, instance.machine.pid)
+                        channel.part()
                     await self._node.machines.stop(instance.machine)
         finally:
             if not instance.suspended:
-                channel.quiet(False)
+                if not cut:
+                    channel.quiet(False)
                 shutil.rmtree(half, ignore_errors=True)
 
     async def _write(self, instance: MachineInstance, into: Path) -> None:
-        name, size = instance.machine.name, self._handles[instance.sandbox_id]["memory_bytes"]
-        copy = await asyncio.to_thread(Copy, instance.machine.pid, size, into / "memory")
+        uid, size = uid_of(instance.machine.name), self._handles[instance.sandbox_id]["memory_bytes"]
+        copy, memory = None, -1
+        if instance.machine.copies_whole:
+            memory = os.open(into / "memory", _MAKE, 0o600)
+        else:
+            copy = await asyncio.to_thread(Copy, instance.machine.pid, size, into / "memory")
+        state = os.open(into / "state", _MAKE, 0o600)
         try:
-            await asyncio.to_thread(copy.begin)
-            os.close(await asyncio.to_thread(copy.finish))
-        finally:
-            copy.close()
-        os.chown(into / "memory", uid_of(name), uid_of(name))  # its VMM opens it once more, as itself
-        state = os.open(into / "state", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            await instance.machine.control.split(state)
+            if copy is not None:
+                await asyncio.to_thread(copy.begin)
+                os.close(await asyncio.to_thread(copy.finish))
+            await instance.machine.control.split(state, memory)
         finally:
             os.close(state)
+            if copy is not None:
+                copy.close()
+            else:
+                os.close(memory)
+        for each in _FILES:
+            os.chown(into / each, uid, uid)  # its VMM opens it once more, as itself
 
     # --- and back ---
 
@@ -147,10 +160,16 @@ class Suspends:
                 return
             handle, slot = self._handles[instance.sandbox_id], instance.machine.slot
             instance.machine = machine = await self.restore(handle, slot)
-            _movable(instance).rejoin(await machine.port(), self._rest.pop(instance.sandbox_id, b""))
+            if machine.copies_whole:
+                await machine.control.resume()  # its guest has to be asked for its port
+                await instance.rejoin(_movable(instance))
+            else:
+                _movable(instance).rejoin(await machine.port(), self._rest.pop(instance.sandbox_id, b""))
             instance.suspended = False
             self._watch(instance, True)
-            if instance.frozen:
+            if machine.copies_whole:
+                pass
+            elif instance.frozen:
                 slot.freeze(True)
                 machine.control.resume_soon()
             else:

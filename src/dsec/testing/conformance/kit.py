@@ -212,14 +212,17 @@ class Sandboxes:
 
 @pytest.fixture
 async def sandboxes(factory: Factory, request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
-    """An open backend and its sandboxes; nothing is left after the test, but what the factory's keeper keeps."""
-    failed = request.session.testsfailed
+    """An open backend and its sandboxes; nothing is left after the test, but what the factory's keeper keeps. After an
+    interrupt that is nothing: a guest that was stopped in the middle of something may take its time to be tidied."""
+    session = request.session
+    failed = session.testsfailed
     found = Sandboxes(factory)
     await found.open()
     try:
         yield found
     finally:
-        await found.close(well=request.session.testsfailed == failed)
+        well = session.testsfailed == failed and session.exitstatus != pytest.ExitCode.INTERRUPTED
+        await found.close(well=well)
 
 
 @pytest.fixture
