@@ -73,17 +73,17 @@ async def test_memory_is_given_back_and_comes_again(client: AsyncClient) -> None
 async def test_a_command_stands_still_and_its_timeout_too(client: AsyncClient) -> None:
     box = await client.create(SMALL)
     command = await box.commands.start(
-        ["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.1; done"], command_timeout_s=1.8
-    )
+        ["sh", "-c", "for i in 1 2 3 4; do echo $i; sleep 0.2; done"], command_timeout_s=3.5
+    )  # which is four times what it takes, so that a busy machine is no reason
     await asyncio.sleep(0.3)
     await box.pause()
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(3.6)
     assert (await box.refresh()).state is State.PAUSED
     await box.resume()
     result = await command.wait()
     assert result.cause is Cause.EXITED
-    assert result.stdout == "1\n2\n3\n4\n5\n6\n7\n8\n"
-    assert result.wall_s < 1.8
+    assert result.stdout == "1\n2\n3\n4\n"
+    assert result.wall_s < 3.5
 
 
 async def test_time_inside_is_right_after_a_resume(client: AsyncClient) -> None:

@@ -169,11 +169,11 @@ async def _rounds(
 
 async def _weigh(client: AsyncClient, spec: SandboxSpec, plan: Plan, processes: dict[str, int]) -> dict[str, Any]:
     """Memory of idle sandboxes, system-wide, and the CPU that they cost while nobody asks anything."""
-    before = await meter.settled_memory()
+    before = await meter.settled_memory(min(2.0, plan.idle_s))
     server_before = meter.resident_kib(processes["server"])
     sandboxes = await load.make(client, spec, plan.live)
     try:
-        after = await meter.settled_memory()
+        after = await meter.settled_memory(min(2.0, plan.idle_s))
         server_after = meter.resident_kib(processes["server"])
         per = {
             field: round((getattr(after, field) - getattr(before, field)) / plan.live, 1)

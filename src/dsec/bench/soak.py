@@ -87,7 +87,8 @@ async def soak(
     names = list(kinds)
     await asyncio.gather(*(_life(client, spec, kinds[name], problems) for name in names * 20))
     await client.kill_many([item.sandbox async for item in client.create_many(spec, count=_AT_ONCE) if item.sandbox])
-    before = await _look(server, settle=True)
+    settling_s = min(2.0, minutes * 3)
+    before = await _look(server, settling_s)
     began = time.monotonic()
     until, next_look, middle, created = began + minutes * 60, began + minutes * 6, list[Look](), 0
     while (now := time.monotonic()) < until:
@@ -106,7 +107,7 @@ async def soak(
         await asyncio.sleep(0.01)
     await asyncio.gather(*running)
     seconds = time.monotonic() - began
-    after = await _look(server, settle=True)
+    after = await _look(server, settling_s)
     return Soak(
         seconds=seconds,
         created=created,
@@ -120,8 +121,8 @@ async def soak(
     )
 
 
-async def _look(server: LocalServer, *, settle: bool = False) -> Look:
-    used = (await meter.settled_memory() if settle else meter.memory()).used_kib
+async def _look(server: LocalServer, settling_s: float = 0.0) -> Look:
+    used = (await meter.settled_memory(settling_s) if settling_s else meter.memory()).used_kib
     node = await server.client.node()
     return Look(used, meter.resident_kib(server.pid), node["disk_free_bytes"], census.take(server.state).counts())
 
