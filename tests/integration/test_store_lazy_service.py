@@ -173,6 +173,27 @@ async def test_a_large_hot_file_is_read_whole_once_it_was_begun(tmp_path: Path) 
         assert not [thread for thread in threading.enumerate() if thread.name == "dsec-warm"]
 
 
+async def test_large_programs_are_read_whole_where_no_file_is_called_hot(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    maker = store_kit.node(tmp_path / "maker", store)
+    source = tmp_path / "source"
+    (source / "usr/lib").mkdir(parents=True)
+    (source / "lib").symlink_to("usr/lib")
+    (source / "opt").symlink_to("/")
+    for name in ("usr/lib/libbegun.so", "usr/lib/libother.so", "elsewhere"):
+        (source / name).write_bytes(random.Random(name).randbytes(1_000_000))
+    layer = maker._layers.add(source, "workspace").digest
+    await maker.push(layer)
+    truth, whole = digests(source), -(-1_000_000 // 4096) * 4096
+    async with server(tmp_path / "node", store) as node:
+        top = await node.start("app", layer)
+        touch(top / "elsewhere", 0)
+        touch(top / "usr/lib/libbegun.so", 500_000)
+        await store_kit.until(lambda: cached_bytes(top / "usr/lib/libbegun.so") == whole)
+        assert cached_bytes(top / "usr/lib/libother.so") == 0
+        assert {name: digest(top / name) for name in truth} == truth
+
+
 async def test_what_nothing_mounts_is_released_when_the_server_starts_again(tmp_path: Path) -> None:
     with lazy_kit.node(tmp_path, fuse=True, most_bytes=1 << 20, idle_s=0.4) as made:
         looped, truth = published(made, 1)

@@ -6,8 +6,8 @@ from its beginning to its end asks for more and more at once. So a thread reads 
 its own, and what the program wants is in the page cache.
 
 Which files were begun is seen from the bits of what is filled. The filler fetches them whole, too (`readahead.py`; a
-trace names all of their chunks), so nothing is fetched that it would not have fetched. Candidates are the layer's hot
-files, because only names lead to files.
+trace names all of their chunks), so nothing is fetched that it would not have fetched. Only names lead to files:
+candidates are the layer's hot files, or, where it names none, what lies where programs and libraries do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,11 @@ _WATCH_S, _EVERY_S = 10.0, 0.02
 _PIECE_BYTES = 1 << 20
 _MOST = 4096
 """Names that are looked at."""
+_PROGRAMS = (
+    *("usr/bin", "usr/local/bin", "usr/lib", "usr/lib64", "usr/local/lib", "opt/conda/bin", "opt/conda/lib"),
+    *(f"usr/lib/{machine}-linux-gnu" for machine in ("x86_64", "aarch64")),
+    *("bin", "lib", "lib64"),
+)
 _FIEMAP = 0xC020660B
 _MAP = struct.Struct("=QQIIII")
 _EXTENT = struct.Struct("=QQQ32x")
@@ -68,8 +73,9 @@ def read_begun(image: Path, top: Path, hot: Iterable[str], stopped: Callable[[],
             bits = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         root = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            looked = (_look(root, name, len(bits) * 8 * BLOCK) for name in islice(hot, _MOST))
-            left = [each for each in looked if each is not None]
+            named = [name for name in islice(hot, _MOST) if name != "/"] or islice(_programs(root), _MOST)
+            looked = (_look(root, name, len(bits) * 8 * BLOCK) for name in named)
+            left = list({each.offset: each for each in looked if each is not None}.values())
             began = time.monotonic()
             while left and not stopped() and (passed := time.monotonic() - began) < _WATCH_S:
                 for each in [each for each in left if each.begun(bits)]:
@@ -80,6 +86,20 @@ def read_begun(image: Path, top: Path, hot: Iterable[str], stopped: Callable[[],
             os.close(root)
             bits.close()
     return total
+
+
+def _programs(root: int) -> Iterator[str]:
+    """Files that are large enough where programs and libraries usually are."""
+    for path in _PROGRAMS:
+        with contextlib.suppress(OSError):
+            fd = open_inside(root, path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                with os.scandir(fd) as entries:
+                    for entry in entries:
+                        if entry.is_file(follow_symlinks=False) and entry.stat().st_size >= LARGE_BYTES:
+                            yield f"{path}/{entry.name}"
+            finally:
+                os.close(fd)
 
 
 def _look(root: int, name: str, end: int) -> _Large | None:
