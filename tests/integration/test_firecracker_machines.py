@@ -17,7 +17,7 @@ from dsec.backends.container.native import build_native
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.configuration import Config
 from dsec.edge.config import SystemClock
-from dsec.errors import Unsupported
+from dsec.errors import OutcomeUnknown, Unavailable, Unsupported
 from dsec.spec.causes import Cause
 from dsec.spec.operations import EndKind
 from dsec.spec.sandbox import SandboxSpec
@@ -179,6 +179,26 @@ async def test_forks_and_suspends(backend: MicroVmBackend) -> None:
     for each, used in (handles | {"one": handle, "grandchild": grandchild}).items():
         await backend.destroy(each, used)
     assert not list(backend.node.machines.root.iterdir())
+
+
+async def test_a_monitor_that_ends_while_it_copies_ends_its_machine_alone(backend: MicroVmBackend) -> None:
+    handles = {each: backend.reserve(each, SPEC) for each in ("one", "other")}
+    one, other = [await backend.create(each, SPEC, handle) for each, handle in handles.items()]
+
+    async def dies(state: int, memory: int = -1) -> None:
+        os.kill(_vmm(one.machine.pid), 9)
+        raise Unavailable("the VMM is gone")
+
+    one.machine.control.split = dies  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await backend.split("one", handles["one"])
+    assert (await asyncio.wait_for(one.ended(), 20)).cause is Cause.PLATFORM_KILLED
+    assert await asyncio.wait_for(one.channel.lost(), 20)
+    with pytest.raises(OutcomeUnknown):  # and nobody waits for ever
+        await asyncio.wait_for(one.channel.ping(), 20)
+    await refused(other)
+    for each, handle in handles.items():
+        await backend.destroy(each, handle)
 
 
 async def refused(instance: MachineInstance) -> None:

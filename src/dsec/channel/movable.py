@@ -64,6 +64,15 @@ class MovableChannel(SocketChannel):
         self._socket.close()
         self._fd = _NONE
 
+    @property
+    def parted(self) -> bool:
+        """Whether it has no socket."""
+        return self._fd == _NONE
+
+    def give_up(self) -> None:
+        """It can't go on: as if the guest had closed it. Idempotent."""
+        self._lost()
+
     def rejoin(self, sock: socket.socket, rest: bytes) -> None:
         """Go on at this socket, which is owned from now on. `rest`: what the other side of the last one didn't take."""
         if not self._sits_at(sock):

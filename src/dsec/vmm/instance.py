@@ -143,7 +143,6 @@ class MachineInstance:
             if self.suspended:
                 pass
             elif cut is not None:
-                await control.resume()
                 await self.rejoin(cut)
             elif self.frozen:
                 slot.freeze(True)
@@ -164,13 +163,20 @@ class MachineInstance:
         return self._channel
 
     async def rejoin(self, channel: MovableChannel) -> None:
-        """Go on with a channel whose stream was cut, of a machine that moves; a frozen one is again. Raises
-        `Unavailable`, `OutcomeUnknown`."""
+        """Have the machine and its channel, whose stream was cut, go on; a frozen one moves for that. Raises
+        `Unavailable`, `OutcomeUnknown`; then it can't."""
         try:
             async with asyncio.timeout(REJOIN_S):
-                await channel.renew(await self.machine.port())
-        except TimeoutError:
-            raise Unavailable("the machine's guest doesn't answer") from None
+                await self.machine.control.resume()
+                if channel.parted:
+                    await channel.renew(await self.machine.port())
+                else:
+                    channel.go_on()
+        except (DsecError, OSError, TimeoutError) as error:
+            channel.give_up()
+            if isinstance(error, DsecError):
+                raise
+            raise Unavailable("the machine's guest can't be reached any more") from error
         finally:
             self.machine.slot.freeze(self.frozen)
 

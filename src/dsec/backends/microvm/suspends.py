@@ -160,8 +160,7 @@ class Suspends:
                 return
             handle, slot = self._handles[instance.sandbox_id], instance.machine.slot
             instance.machine = machine = await self.restore(handle, slot)
-            if machine.copies_whole:
-                await machine.control.resume()  # its guest has to be asked for its port
+            if machine.copies_whole:  # its guest has to move to be asked for its port
                 await instance.rejoin(_movable(instance))
             else:
                 _movable(instance).rejoin(await machine.port(), self._rest.pop(instance.sandbox_id, b""))
