@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ import pytest
 from image_kit import tar
 
 from dsec import Client
-from dsec.errors import BuildFailed, InvalidRequest, Unavailable, Unsupported
+from dsec.errors import BuildFailed, InvalidRequest, PermissionDenied, Unavailable, Unsupported
 from dsec.spec.network import Network, PermissionOptions
 from server_kit import Server, serving
 from trees import link_store
@@ -200,6 +202,10 @@ def test_the_command_line_builds(server: Server, tmp_path: Path) -> None:
             "line 2: RUN --mount: '../x' leads out of",
         ),
         ("FROM debian\nRUN --mount=type=tmpfs,target=/ true", InvalidRequest, "line 2: RUN: nothing can be mounted"),
+        ("FROM debian\nADD sparse.tar /", Unsupported, "line 2: ADD: the archive has sparse files"),
+        ("FROM debian\nADD cut.tgz /", InvalidRequest, "line 2: ADD: the archive can't be uncompressed"),
+        ("FROM debian\nCOPY f /etc/passwd/", InvalidRequest, "line 2: COPY: '/etc/passwd' is to be a directory"),
+        ("FROM debian\nFROM 10.1.2.3/app\n", PermissionDenied, "line 2: a registry may not lead to 10.1.2.3"),
         ("FROM absent\n", InvalidRequest, "line 1: no earlier stage, environment or layer is called 'absent'"),
         ("FROM debian\nENV A=${A", InvalidRequest, "line 2: a ${ is not closed"),
         ("FROM debian\nRUN echo last words; exit 7", BuildFailed, "line 2: RUN echo last words; exit 7: it ended"),
@@ -212,6 +218,8 @@ def test_what_cannot_be_built(
     top = context(tmp_path, dockerfile, f="")
     (top / "up").symlink_to("../../etc/passwd")
     (top / "absolute").symlink_to("/etc/passwd")
+    (top / "sparse.tar").write_bytes(tar(("f", {"pax_headers": {"GNU.sparse.major": "1"}})))
+    (top / "cut.tgz").write_bytes(gzip.compress(tar(("f", os.urandom(200_000))))[:-50_000])
     with pytest.raises(error) as raised:
         client.catalog.build_dockerfile(top, "bad")
     assert message in str(raised.value)

@@ -7,8 +7,9 @@ that themselves. ARG lasts to the end of its stage, ENV for ever; ENV wins.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -17,7 +18,7 @@ from dsec.builder.fetching import checksum_of
 from dsec.builder.files import Files
 from dsec.builder.mounting import Mounted
 from dsec.builder.workshop import DEFAULT_SHELL, Stage, Workshop, joined
-from dsec.errors import BuildFailed, InvalidRequest, TooLarge, Unsupported
+from dsec.errors import BuildFailed, DsecError, InvalidRequest, TooLarge, Unsupported
 from dsec.recipe import words
 from dsec.recipe.dockerfile import (
     NOTED,
@@ -130,7 +131,8 @@ class Interpreter:
             stage.shell = done.shell
         else:
             platform = self._expanded(written.line, written.platform, self._globals) if written.platform else None
-            stage = await self._at(written.line, self._workshop.base, base, platform)
+            with _on_line(written.line):
+                stage = await self._workshop.base(base, platform)
         own_cmd = False
         for each in written.instructions:
             self._workshop.say(f"{each.name} {each.text}"[:300])
@@ -138,7 +140,8 @@ class Interpreter:
             if each.name in NOTED:
                 self._workshop.say(f"  note: {each.name} means nothing here")
             elif handler is not None:
-                await handler(self, stage, each)
+                with _on_line(each.line, f"{each.name}: "):
+                    await handler(self, stage, each)
             elif each.name == "ENTRYPOINT":
                 config = stage.config
                 stage.config = replace(config, entrypoint=_argv(stage, each), cmd=config.cmd if own_cmd else None)
@@ -146,12 +149,6 @@ class Interpreter:
                 own_cmd = True
                 stage.config = replace(stage.config, cmd=_argv(stage, each))
         return stage
-
-    async def _at(self, line: int, work: Callable[..., Awaitable[Stage]], *arguments: object) -> Stage:
-        try:
-            return await work(*arguments)
-        except InvalidRequest as error:
-            raise refuse(line, error.message, error.remedy) from error
 
     # --- instructions ---
 
@@ -319,7 +316,11 @@ class Interpreter:
         number = next((n for n in self._done if self._dockerfile.stages[n].name == name.lower()), None)
         if number is None and name.isdigit() and int(name) in self._done:
             number = int(name)
-        source = self._done[number] if number is not None else await self._at(line, self._workshop.base, name)
+        if number is not None:
+            source = self._done[number]
+        else:
+            with _on_line(line):
+                source = await self._workshop.base(name)
         return (await self._workshop.view(source)).files, True
 
     def _owner(self, each: Instruction, variables: Mapping[str, str], image: Files, *, stays: bool) -> Owner | None:
@@ -359,6 +360,19 @@ class Interpreter:
         "COPY": _copy,
         "ADD": _copy,
     }
+
+
+@contextlib.contextmanager
+def _on_line(line: int, what: str = "") -> Iterator[None]:
+    """Errors that don't name a line yet name this one."""
+    try:
+        yield
+    except DsecError as error:
+        if "line" in error.details:
+            raise
+        begin = "" if error.message.startswith("Dockerfile line") else f"Dockerfile line {line}: {what}"
+        details = {**error.details, "line": line}
+        raise type(error)(begin + error.message, remedy=error.remedy, **details) from error
 
 
 def _mark(word: str, marks: Mapping[str, Heredoc]) -> bool:

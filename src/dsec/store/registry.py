@@ -184,7 +184,8 @@ class RegistrySource:
                 await self._pause(attempt, failure)
                 begun = file.tell()
                 try:
-                    await self._download(layer, file.fileno(), begun, progress)
+                    if begun < layer.size or not begun:  # else all of it came, and then the connection broke
+                        await self._download(layer, file.fileno(), begun, progress)
                     if await asyncio.to_thread(_hash, into) == layer.digest:
                         return BlobRange(into, 0, layer.size)
                     bad += 1
