@@ -310,9 +310,9 @@ async def open_cluster(
         )
 
 
-def init_cluster(directory: Path, edges: int) -> Sequence[Path]:
+def init_cluster(directory: Path, edges: int, ca_file: str) -> Sequence[Path]:
     """Keys of a new cluster: see `make_cluster`."""
-    return make_cluster(directory, edges)
+    return make_cluster(directory, edges, ca_file)
 
 
 def create_key(joining: Joining, project: str, label: str, ttl_s: float | None, replicas: int) -> str:

@@ -34,7 +34,12 @@ async def test_each_node_gets_a_number_of_its_own_and_keeps_it(cluster: Cluster,
         except Conflict as error:
             return error
 
-    found = await asyncio.gather(*map(settled, states))
+    cluster.apis[0].kill()
+    settling = asyncio.gather(*map(settled, states))
+    await asyncio.sleep(2.0)
+    assert not settling.done(), "they wait for an apiserver"
+    await asyncio.to_thread(cluster.apis[0].start)
+    found = await settling
     given = {state: each.edge for state, each in zip(states, found, strict=True) if isinstance(each, Credentials)}
     assert sorted(number for number in given.values() if number) == [1, 2]
     (refused,) = [each for each in found if isinstance(each, Conflict)]

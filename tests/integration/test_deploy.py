@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 
 from dsec.cli.main import cli
 from dsec.cluster.credentials import make_cluster
+from free_port import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "dsec"
@@ -86,6 +88,60 @@ def test_what_holds_sandboxes_finds_the_same_paths_on_the_node() -> None:
     assert {"name": "DSEC_RUN", "value": paths["run"]} in edge["env"]
 
 
+def test_a_store_that_is_a_directory_is_the_nodes() -> None:
+    pod = rendered({"edge": {"store": "/mnt/shared/dsec"}})["DaemonSet", "dsec-edge"]["spec"]["template"]["spec"]
+    paths = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert (paths["store"], mounts["store"]) == ("/mnt/shared/dsec", "/mnt/shared/dsec")
+    bucket = rendered(FULL)["DaemonSet", "dsec-edge"]["spec"]["template"]["spec"]
+    assert "store" not in {volume["name"] for volume in bucket["volumes"]}
+
+
+def test_who_joins_has_the_authority_of_the_servers_certificates() -> None:
+    for key in (("DaemonSet", "dsec-edge"), ("Deployment", "dsec-apiserver")):
+        pod = rendered(FULL)[key]["spec"]["template"]["spec"]
+        (ca,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "ca"]
+        assert ca == {"secretName": "nats-tls", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        assert {"name": "ca", "mountPath": "/etc/dsec/ca", "readOnly": True} in container(rendered(FULL)[key])[
+            "volumeMounts"
+        ]
+        assert "ca" not in str([each["name"] for each in rendered({})[key]["spec"]["template"]["spec"]["volumes"]])
+
+
+def test_a_nats_server_is_ready_when_it_has_caught_up_and_ends_slowly(tmp_path: Path) -> None:
+    """The probe and the hook of the pod, run as they are against a server with the pod's configuration."""
+    pod = container(rendered({"nats": {"replicas": 1}})["StatefulSet", "dsec-nats"])
+    binaries = Path(sys.executable).parent
+    client, monitor = free_port(), free_port()
+
+    def here(words: list[str]) -> list[str]:
+        text = "\0".join(words).replace("/opt/dsec/bin", str(binaries)).replace("/data", str(tmp_path))
+        return text.replace(":8222", f":{monitor}").split("\0")
+
+    make_cluster(tmp_path / "users", 1)
+    text = rendered({"nats": {"replicas": 1}})["ConfigMap", "dsec-nats"]["data"]["server.conf"]
+    (text,) = here([text.replace("0.0.0.0:4222", f"127.0.0.1:{client}")])
+    (tmp_path / "server.conf").write_text(text)
+    probe = here(pod["readinessProbe"]["exec"]["command"])
+    assert subprocess.run(probe, capture_output=True, check=False).returncode != 0
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [binaries / "nats-server", "-c", tmp_path / "server.conf"], env={"POD_NAME": "n0"}, stdout=out, stderr=out
+        )
+    try:
+        began = time.monotonic()
+        while subprocess.run(probe, capture_output=True, check=False).returncode:
+            assert time.monotonic() - began < 60, log.read_text()
+        subprocess.run(here(pod["lifecycle"]["preStop"]["exec"]["command"]), check=True, capture_output=True)
+        server.terminate()
+        server.wait(60)
+    finally:
+        server.kill()
+        server.wait()
+    assert "lame duck" in log.read_text().lower()
+
+
 def test_only_edges_have_privileges() -> None:
     for (kind, name), manifest in rendered(FULL).items():
         if kind in ("Deployment", "StatefulSet"):
@@ -145,6 +201,21 @@ def test_a_unit_is_what_systemd_takes(unit: Path, tmp_path: Path) -> None:
 def join(words: list[str]) -> list[str]:
     """What the environment file says."""
     return ["--join", "tls://nats-0:4222"] if "$DSEC_JOIN" in words else []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/CLUSTER.md"])
+def test_the_lines_by_which_one_joins_are_ours(name: str) -> None:
+    text = (DEPLOY.parent / name).read_text()
+    lines = re.findall(r"^    (dsec (?:apiserver|edge|cluster) [^#\n]*)", text, re.MULTILINE)
+    assert {shlex.split(line)[1] for line in lines} == {"apiserver", "edge", "cluster"}
+    for line in lines:
+        words = shlex.split(line.partition("&&")[0])[1:]
+        if words[0] == "cluster":
+            words = words[1:]
+            command = cli.commands["cluster"].commands[words[0]]
+            command.make_context(words[0], words[1:])
+        else:
+            check_command(words)
 
 
 @pytest.mark.parametrize("hook", sorted((DEPLOY / "overflow").iterdir()), ids=lambda path: path.name)

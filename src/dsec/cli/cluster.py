@@ -145,9 +145,10 @@ def cluster() -> None:
 @cluster.command("init")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--edges", type=click.IntRange(1, 65535), required=True, help="Most nodes that it may have.")
-def init(directory: Path, edges: int) -> int:
+@click.option("--ca-file", default="", help="Authority of the servers' certificates: its path on all machines.")
+def init(directory: Path, edges: int, ca_file: str) -> int:
     """Write the credentials of a new cluster: nats.conf for its servers, apiserver.json, edge-N.json."""
-    for path in _app().init_cluster(directory, edges):
+    for path in _app().init_cluster(directory, edges, ca_file):
         click.echo(str(path))
     return 0
 

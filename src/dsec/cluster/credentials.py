@@ -62,9 +62,10 @@ def check_urls(urls: list[str], *, plain: bool) -> list[str]:
     return urls
 
 
-def make_cluster(directory: Path, edges: int) -> list[Path]:
-    """Keys of a new cluster: `nats.conf` (to be included by each server), `apiserver.json`, `edge-N.json`. Returns what
-    was written. Raises `InvalidRequest` where the directory has a cluster's already: its keys aren't replaced."""
+def make_cluster(directory: Path, edges: int, ca_file: str = "") -> list[Path]:
+    """Keys of a new cluster: `nats.conf` (to be included by each server), `apiserver.json`, `edge-N.json`. `ca_file`:
+    of the servers' certificates, where it is on all machines. Returns what was written. Raises `InvalidRequest` where
+    the directory has a cluster's already: its keys aren't replaced."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (directory / "nats.conf").exists():
         raise InvalidRequest(f"{directory} holds a cluster's keys already", remedy="Name an empty directory.")
@@ -74,7 +75,7 @@ def make_cluster(directory: Path, edges: int) -> list[Path]:
         public = nkeys.from_seed(bytearray(seed)).public_key.decode()
         users.append(f"    {{ nkey: {public}, permissions: {_permissions(name, edge)} }} # {name}\n")
         path = directory / f"{name}.json"
-        _write(path, msgspec.json.encode(Credentials(user=name, seed=seed.decode(), edge=edge)))
+        _write(path, msgspec.json.encode(Credentials(user=name, seed=seed.decode(), edge=edge, ca_file=ca_file)))
         written.append(path)
     conf = directory / "nats.conf"
     text = "authorization {\n  timeout: 5\n  users: [\n" + "".join(users) + "  ]\n}\n"

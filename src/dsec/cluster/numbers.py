@@ -8,6 +8,7 @@ state directory (`number`), and is the node's from then on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import socket
@@ -25,14 +26,16 @@ from dsec.plan.fencing import Free
 from dsec.spec.cluster import NodeFacts
 
 FILE = "number"
+AGAIN_S = 1.0
 log = logging.getLogger("dsec.cluster")
 
 
 async def settle(urls: list[str], directory: Path, state: Path, *, host: str) -> Credentials:
-    """The credentials of this node's number; it is given one where it has none. `host`: as it will join.
+    """The credentials of this node's number; it is given one where it has none, as soon as an apiserver is there.
+    `host`: as it will join.
 
     Raises `InvalidRequest` where the directory has no credentials or not its own, `Conflict` where all numbers are
-    other nodes', `Unavailable` where no apiserver gives one."""
+    other nodes', `Unavailable` where no server of the cluster can be reached."""
     found = _numbers(directory)
     if not found:
         raise InvalidRequest(f"{directory} holds no edge-N.json", remedy="`dsec cluster init` writes them.")
@@ -61,7 +64,7 @@ async def settle(urls: list[str], directory: Path, state: Path, *, host: str) ->
 
 
 async def _reserve(urls: list[str], credentials: Credentials, free: Free, host: str) -> bool:
-    """Join under a number if it is free. Raises `Unavailable`."""
+    """Join under a number if it is free; waits for an apiserver. Raises `Unavailable`."""
     assert credentials.edge is not None
     asked = Join(
         facts=NodeFacts(edge=credentials.edge, backends=()),
@@ -74,12 +77,15 @@ async def _reserve(urls: list[str], credentials: Credentials, free: Free, host: 
     )
     bus = await open_bus(urls, credentials)
     try:
-        joined = msgspec.json.decode(await bus.ask(f"dsec.join.{credentials.edge}", asked), type=Joined)
-    except msgspec.MsgspecError as error:
-        raise Unavailable(f"an apiserver's answer can't be read: {error}") from error
+        while True:
+            try:
+                answer = await bus.ask(f"dsec.join.{credentials.edge}", asked)
+                return msgspec.json.decode(answer, type=Joined).claim is not None
+            except (Unavailable, msgspec.MsgspecError) as error:
+                log.warning("asking for a number: %s", error)
+                await asyncio.sleep(AGAIN_S)
     finally:
         await bus.close()
-    return joined.claim is not None
 
 
 def _numbers(directory: Path) -> dict[int, Path]:

@@ -41,3 +41,17 @@ runAsGroup: 65532
 capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
+
+{{/* The authority of the NATS servers' certificate, where credentials name it (`dsec cluster init --ca-file`). */}}
+{{- define "dsec.caMount" -}}
+{{- if and .Values.nats.enabled .Values.nats.tlsSecret }}
+- {name: ca, mountPath: /etc/dsec/ca, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "dsec.caVolume" -}}
+{{- if and .Values.nats.enabled .Values.nats.tlsSecret }}
+- name: ca
+  secret: {secretName: {{ .Values.nats.tlsSecret }}, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- end }}
