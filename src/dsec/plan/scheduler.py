@@ -232,13 +232,8 @@ class Scheduler:
         """Whether anything of a request is still waiting or on its way."""
         return ticket in self._tickets
 
-    def open_parts(self, ticket: int) -> list[Part]:
-        """What of a request is on its way: sent, and not answered."""
-        found = self._tickets.get(ticket)
-        return [part for part, _ in found.open.values()] if found is not None else []
-
     def is_open(self, order: Order) -> bool:
-        """Whether an order is still on its way."""
+        """Whether an order is still on its way: sent, and not answered."""
         found = self._tickets.get(order.ticket)
         return found is not None and found.open.get(order.part.first, (None,))[0] == order.part
 

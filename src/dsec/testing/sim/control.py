@@ -234,9 +234,9 @@ class Api:
 
     def _send(self, instance: str, job: _Job, order: Order, tries: int) -> None:
         """To its node, again and again until it answers, or its claim is over."""
-        if not self.up or instance != self.instance or job.ticket not in self._tickets:
+        if not self.up or instance != self.instance:
             return
-        if order.part not in self.scheduler.open_parts(order.ticket):
+        if job.ticket not in self._tickets or not self.scheduler.is_open(order):
             return
         node = self.world.node(order.part.edge)
         sent = SentOrder(self.name, self.instance, job.request, order.part, self.world.engine.now)
@@ -249,7 +249,7 @@ class Api:
         self.world.engine.after(RESEND_S * (tries + 1), self._send, instance, job, order, tries + 1)
 
     def _answered(self, job: _Job, order: Order, taken: int) -> None:
-        if job.ticket not in self._tickets or order.part not in self.scheduler.open_parts(order.ticket):
+        if job.ticket not in self._tickets or not self.scheduler.is_open(order):
             return
         self.scheduler.answered(order.ticket, order.part, taken)
         if taken:
