@@ -127,6 +127,21 @@ def test_every_kind_of_file_comes_back(store: LayerStore, tmp_path: Path) -> Non
         assert here[name] == there[name], name
 
 
+def test_hot_files_lead_out_of_no_layer(store: LayerStore, tmp_path: Path) -> None:
+    source, outside = tmp_path / "source", tmp_path / "outside"
+    source.mkdir()
+    outside.write_bytes(bytes(50_000))
+    (source / "hot").write_bytes(bytes(range(200)) * 50)
+    (source / "link").symlink_to(outside)
+    os.mkfifo(source / "fifo")
+    hot = ["hot", "fifo", "link", str(outside), "../" * 30 + str(outside), "."]
+    meta = store.add(source, "directory", hot=hot)
+    layers = LayerMounts(tmp_path / "run", store)
+    layers.open()
+    layers.path(meta.digest)
+    assert layers.warm(meta.digest) == 10_000
+
+
 def test_the_image_is_read_back_as_it_was_written(store: LayerStore, tmp_path: Path) -> None:
     meta = store.add(odd_tree(tmp_path / "source"), "directory")
     manifest = store.manifest(meta.digest)

@@ -34,7 +34,7 @@ from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
 from dsec.store.holds import Holds
-from dsec.store.lazy.large import read_begun
+from dsec.store.lazy.large import PIECE_BYTES, read_begun, read_through
 from dsec.store.scratch import Scratch, ScratchRoot
 from dsec.store.tree import Node, directory, walk
 
@@ -398,14 +398,17 @@ class LayerMounts:
             hot = self._store.meta(digest).hot
         except NotFound:
             return 0
-        for name in hot:
-            files = _regular_files(top) if name == "/" else [top / name.lstrip("/")]
-            for path in files:
-                with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-                    while data := file.read(1 << 20):
-                        total += len(data)
+        with contextlib.suppress(OSError):
+            root, buffer = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), bytearray(PIECE_BYTES)
+            try:
+                for name in hot:
+                    files = (str(each.relative_to(top)) for each in _regular_files(top)) if name == "/" else [name]
+                    for each in files:
                         if self._stopping:
                             return total
+                        total += read_through(root, each, buffer, lambda: self._stopping)
+            finally:
+                os.close(root)
         return total
 
     def _follow(self, digest: str) -> None:

@@ -33,7 +33,7 @@ LARGE_BYTES = 2 * CHUNK_BYTES
 _SOON_S, _SOON_EVERY_S = 0.5, 0.001
 """Sandboxes that were waiting for a layer begin to read it at once."""
 _WATCH_S, _EVERY_S = 10.0, 0.02
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 _MOST = 4096
 """Names that are looked at."""
 _PROGRAMS = (
@@ -67,7 +67,7 @@ class _Large(NamedTuple):
 def read_begun(image: Path, top: Path, hot: Iterable[str], stopped: Callable[[], bool]) -> int:
     """Read the hot files that others begin to read, for some seconds. `image`: the layer's, with its bits beside;
     `top`: where it is mounted. Blocks, for as long as a read may wait after `stopped`. Returns the bytes read."""
-    total = 0
+    total, buffer = 0, bytearray(PIECE_BYTES)
     with contextlib.suppress(OSError):  # it was unmounted, or is none of ours
         with open(image.with_name("filled"), "rb") as file:
             bits = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -80,7 +80,7 @@ def read_begun(image: Path, top: Path, hot: Iterable[str], stopped: Callable[[],
             while left and not stopped() and (passed := time.monotonic() - began) < _WATCH_S:
                 for each in [each for each in left if each.begun(bits)]:
                     left.remove(each)
-                    total += _read(root, each.name, stopped)
+                    total += read_through(root, each.name, buffer, stopped)
                 time.sleep(_SOON_EVERY_S if passed < _SOON_S else _EVERY_S)
         finally:
             os.close(root)
@@ -124,12 +124,15 @@ def _look(root: int, name: str, end: int) -> _Large | None:
     return _Large(name, offset, size) if extents and found.st_size <= size <= end - offset else None
 
 
-def _read(root: int, name: str, stopped: Callable[[], bool]) -> int:
-    """Into the page cache. What can't be had whoever needs it hears of."""
-    buffer, total = bytearray(_PIECE_BYTES), 0
+def read_through(root: int, name: str, buffer: bytearray, stopped: Callable[[], bool]) -> int:
+    """Read a file of a layer mounted at `root` into the page cache, if it is one, until `stopped`. What can't be had
+    whoever needs it hears of. Returns the bytes read."""
+    total = 0
     with contextlib.suppress(OSError):
         fd = open_inside(root, name, _FLAGS)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return 0
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while not stopped() and (got := os.readv(fd, [buffer])):
                 total += got
