@@ -1,11 +1,14 @@
-"""What the stock SWE-ReX client does against a server: each case is run by name in that client's own virtual
-environment, `python cases.py CASE HOST TOKEN`, and fails by an exception."""
+"""What the stock SWE-ReX client does against a server: cases are run by name in that client's own virtual environment,
+`python cases.py CASE HOST TOKEN ...`, each with its own host or token. A case fails by an exception; for each there is
+a JSON line of its name, and what went wrong with it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from swerex.runtime.remote import RemoteRuntime
 
 Case = Callable[[RemoteRuntime], Awaitable[None]]
 CASES: dict[str, Case] = {}
+PATIENCE_S = 120.0
 
 
 def case(function: Case) -> Case:
@@ -261,7 +265,7 @@ async def close(runtime: RemoteRuntime) -> None:
     await opened(runtime)
 
 
-async def main(name: str, host: str, token: str) -> None:
+async def run(name: str, host: str, token: str) -> None:
     address, _, port = host.rpartition(":")
     if "/" in port:
         deployment = RemoteDeployment(host=host, auth_token=token, timeout=10)
@@ -273,5 +277,16 @@ async def main(name: str, host: str, token: str) -> None:
     await deployment.stop()
 
 
+def main(words: list[str]) -> None:
+    for name, host, token in zip(words[::3], words[1::3], words[2::3], strict=True):
+        wrong = None
+        try:
+            asyncio.run(asyncio.wait_for(run(name, host, token), PATIENCE_S))
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001  the test says it
+            wrong = traceback.format_exc()
+        sys.stdout.write(json.dumps({"case": name, "wrong": wrong}) + "\n")
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(sys.argv[1:])
