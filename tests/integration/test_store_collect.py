@@ -1,4 +1,5 @@
-"""Collecting garbage beside work that makes layers: what the work found stays, and neither waits for the other."""
+"""Collecting garbage beside work that makes layers: what the work found stays, and neither waits for the other. And
+what is damaged in the store."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import pytest
 import store_kit
 
 from dsec.edge.config import SystemClock
-from dsec.errors import Unavailable
+from dsec.errors import LayerCorrupt, Unavailable
 from dsec.store.blobs import DirectoryStore
 from dsec.store.environments import EnvironmentStore
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
+from dsec.store.shared import quiet
 from dsec.store.tree import Node, directory
 from dsec.testing.blobs import FaultyStore
 
@@ -98,3 +100,25 @@ async def test_a_name_that_can_not_be_read_may_stand_for_anything(tmp_path: Path
     await shared.verify(layer)
     await store.delete("names/layers/tools@1/p")
     assert await service.collect(least_age_s=-1) > 0
+
+
+@pytest.mark.parametrize("part", ["packs", "metadata", "placements", "manifests"])
+async def test_what_is_damaged_in_the_store_is_replaced_by_who_has_it(tmp_path: Path, part: str) -> None:
+    shared = store_kit.node(tmp_path / "node", DirectoryStore(tmp_path / "store"))
+    service = LayerService(EnvironmentStore(tmp_path / "node", shared._layers), shared=shared)
+    layers = []
+    source = store_kit.project(tmp_path / "source", 1)
+    for number in range(2):  # the second needs the first one's pack
+        (source / f"own{number}").write_bytes(bytes([number]) * 300_000)
+        layers.append(service.layers.add(source, "workspace").digest)
+        service.environments.name_layer(f"x@{number}", layers[-1], project="p")
+        await service.share([layers[-1]], quiet)
+    for path in (tmp_path / "store" / part).iterdir():
+        data = path.read_bytes()
+        path.write_bytes(data[:100] + b"damage" + data[106:])
+    elsewhere = store_kit.node(tmp_path / "elsewhere", shared.store)
+    with pytest.raises(LayerCorrupt):
+        await elsewhere.pull(layers[0])
+    for number in range(2):
+        await service.verify("p", f"x@{number}")
+        await elsewhere.pull(layers[number])

@@ -13,6 +13,8 @@ from dsec.api.layers import (
     ImportRequest,
     LayerList,
     MergeRequest,
+    Reader,
+    Readers,
     Step,
     UploadArguments,
 )
@@ -26,7 +28,8 @@ _ENVIRONMENT = "/v1/environments/{name}"
 _UPLOAD = {
     name: get_args(kind)[0] if type(None) in get_args(kind) else kind
     for name, kind in get_type_hints(UploadArguments, include_extras=True).items()
-}
+} | {"reader": Reader | Readers}
+"""Several readers are said one by one: in a query a list of one is the same as that one."""
 
 CALLS = (
     Call(method="get", path="/v1/layers", summary="Layers that the project may read", gives=(JSON, LayerList)),

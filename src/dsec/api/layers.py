@@ -37,7 +37,8 @@ OPERATOR = "default"
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/+-]{0,150}@[A-Za-z0-9][A-Za-z0-9._+-]{0,47}$(?!\n)"
 LayerNameText = Annotated[str, Meta(pattern=LAYER_NAME, description="NAME@VERSION")]
 Reference = Annotated[str, Meta(min_length=1, max_length=250, description="NAME@VERSION, or a digest")]
-Readers = Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=100)]
+Reader = Annotated[str, Meta(min_length=1, max_length=200)]
+Readers = Annotated[list[Reader], Meta(max_length=100)]
 LayerKind = Kind
 
 

@@ -188,7 +188,7 @@ def check_chunk(data: bytes | memoryview, chunk: Chunk) -> None:
     if len(data) != chunk.size or hashlib.sha256(data).digest() != chunk.digest:
         raise LayerCorrupt(
             f"chunk {chunk.digest.hex()} is not what its digest says ({len(data)} of {chunk.size} bytes)",
-            remedy="`dsec layer verify` says which layers are damaged; build or import them again.",
+            remedy="`dsec layer verify`, on a node that has the layer whole, replaces what is damaged in the store.",
         )
 
 

@@ -358,8 +358,8 @@ class LayerService:
         )
 
     async def verify(self, project: str, reference: str, progress: Progress = quiet) -> str:
-        """Read all of a layer here, and in the store where there is one, and compare it with its digests. Returns the
-        layer's digest. Raises as `find_layer`."""
+        """Read all of a layer here, and in the store where there is one, and compare it with its digests. What is
+        damaged in the store is replaced by what is whole here. Returns the layer's digest. Raises as `find_layer`."""
         digest = await self.find_layer(project, reference)
 
         def local() -> None:
@@ -375,7 +375,14 @@ class LayerService:
 
         await asyncio.to_thread(local)
         if self.shared is not None and await self.shared.store.size(f"manifests/{digest}") is not None:
-            await self.shared.verify(digest, progress)
+            try:
+                await self.shared.verify(digest, progress)
+            except LayerCorrupt as error:
+                if not self.layers.has(digest):
+                    raise
+                log.warning("the store's copy is replaced by this node's: %s", error)
+                await self.shared.push(digest, progress, anew=True)
+                await self.shared.verify(digest, progress)
         return digest
 
     async def export(self, project: str, reference: str) -> Iterator[bytes]:

@@ -161,18 +161,19 @@ class SharedLayers:
 
     # --- pushing ---
 
-    async def push(self, layer: str, progress: Progress = quiet) -> int:
-        """Bring a layer from this node's disk into the store. Returns the bytes that were new in the store.
+    async def push(self, layer: str, progress: Progress = quiet, *, anew: bool = False) -> int:
+        """Bring a layer from this node's disk into the store. Returns the bytes that were new in the store. `anew`:
+        what the store has of it is damaged, and is replaced.
 
         Raises `NotFound` where it isn't on this node, `LayerCorrupt` where it is damaged here, `Unavailable`.
         """
         manifest = await asyncio.to_thread(self._layers.manifest, layer)
         chunks = manifest.chunk_list()
         async with self.leases.upload():
-            if await self.store.size(form.manifest_key(layer)) is not None:
+            if not anew and await self.store.size(form.manifest_key(layer)) is not None:
                 await self.store.put(form.manifest_key(layer), manifest.encode())  # it is young again: not garbage yet
                 return 0
-            known = await self._known(chunks, progress)
+            known = {} if anew else await self._known(chunks, progress)
             new: dict[bytes, Chunk] = {}
             for chunk in chunks:
                 if chunk.digest not in known:
@@ -188,16 +189,20 @@ class SharedLayers:
                     digest = await asyncio.to_thread(_write_pack, files.data, pack, list(new.values()), progress)
                     told = partial(progress, "uploading", total=added)
                     told(0)
+                    if anew:
+                        await self.store.delete(form.pack_key(digest))
                     await self.store.put_if_absent(form.pack_key(digest), pack, told)
                 offset = 0
                 for chunk in new.values():
                     known[chunk.digest] = Place(digest, offset)
                     offset += chunk.size
-            if await self.store.put_if_absent(form.metadata_key(manifest.metadata), image):
+            if anew:
+                await self.store.put(form.metadata_key(manifest.metadata), image)
+            elif await self.store.put_if_absent(form.metadata_key(manifest.metadata), image):
                 added += len(image)
             places = [known[chunk.digest] for chunk in chunks]
             await self.store.put(form.placement_key(layer), msgspec.json.encode(form.pack_places(places)))
-            await self.store.put_if_absent(form.manifest_key(layer), manifest.encode())
+            await self.store.put(form.manifest_key(layer), manifest.encode())
         await asyncio.to_thread(self._index.add, layer, chunks, places)
         progress("uploaded", added, added)
         return added
