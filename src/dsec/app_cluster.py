@@ -26,6 +26,7 @@ from dsec.cluster.bus import Bus, open_bus
 from dsec.cluster.certificates import Certificate, make_certificate
 from dsec.cluster.creating import Creations
 from dsec.cluster.credentials import APISERVER, Credentials, check_urls, make_cluster, read_credentials
+from dsec.cluster.ending import Endings
 from dsec.cluster.fanout import Fanout
 from dsec.cluster.fresh import Freshness
 from dsec.cluster.gate import Gate
@@ -294,6 +295,9 @@ async def open_cluster(
         await quotas.start()
         undo.push_async_callback(quotas.close)
         fanout = Fanout(nodes, upstream, moves)
+        endings = Endings(nodes, fanout, iam.deleted)
+        endings.start()
+        undo.push_async_callback(endings.close)
         yield ClusterApi(
             nodes=nodes,
             upstream=upstream,
@@ -301,7 +305,7 @@ async def open_cluster(
             batches=Batches(creations),
             fanout=fanout,
             keys=keys,
-            iam=IamCalls(authority, keys, audit, ended=fanout.end_project, live=nodes.live_in),
+            iam=IamCalls(authority, keys, audit, ended=endings.end, live=nodes.live_in),
             audit=audit,
             runs=runs,
             moves=moves,

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+import yarl
 
 from dsec import AsyncClient, SandboxSpec
 from dsec.bench.cluster_place import ClusterPlace, running
@@ -45,11 +47,11 @@ async def key_of(root: AsyncClient, project: str, quota: dict[str, Any]) -> str:
     return str((await root.rights.create_key(project=project))["key"])
 
 
-async def post(url: str, key: str, path: str, body: object) -> tuple[int, bytes]:
+async def post(url: str | yarl.URL, key: str, path: str, body: object) -> tuple[int, bytes]:
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
-        session.post(url + path, data=json.dumps(body)) as answer,
+        session.post(url + path if isinstance(url, str) else url, data=json.dumps(body)) as answer,
     ):
         return answer.status, await answer.read()
 
@@ -230,6 +232,10 @@ async def test_what_has_no_share_is_refused_clearly_and_holds_none(place: Cluste
         status, answer = await post(place.apis[1], key, path, body)
         assert status == 429, path
         assert b"fncall" in answer
+    for fork in ("fork", "fork/", "/fork", "%66ork", "f%6frk//"):  # an edge takes them all for the same
+        url = yarl.URL(f"{place.apis[0]}/v1/sandboxes/{parent.id}/{fork}", encoded=True)
+        status, answer = await post(url, key, "", {"count": 1})
+        assert (status, b"quota_exceeded" in answer) == (429, True), fork
     for path in ("/v1/judge", "/v1/functions"):
         assert (await post(place.apis[1], key, path, {"nothing": 1}))[0] == 400
 
@@ -298,3 +304,31 @@ async def dsec(place: ClusterPlace, *arguments: str) -> str:
     said, _ = await process.communicate()
     assert process.returncode == 0
     return said.decode()
+
+
+async def test_a_deleted_project_ends_whoever_was_away_or_dies_over_it(place: ClusterPlace, root: AsyncClient) -> None:
+    """Nodes that don't answer then, and the apiserver that was asked is killed: tokens of its sandboxes would be good
+    for as long as those live. The last of these tests: of two apiservers one is left."""
+    for path in ("left", "left/below"):
+        async with AsyncClient(place.apis[0], await key_of(root, path, {})) as client:
+            await client.create("debian", **SMALL)
+    place.edges.send_signal(signal.SIGSTOP)
+    try:
+        async with AsyncClient(place.apis[1], place.key, retry_s=0.1) as asked:
+            deleting = asyncio.create_task(asked.rights.delete_project("left"))
+
+            async def is_deleted() -> bool:
+                return not any(each["path"] == "left" for each in await root.rights.projects())
+
+            began = time.monotonic()
+            while not await is_deleted():
+                assert time.monotonic() - began < 60
+            os.kill(place.api_pids[1], signal.SIGKILL)
+            with pytest.raises(DsecError):
+                await deleting
+    finally:
+        place.edges.send_signal(signal.SIGCONT)
+    began = time.monotonic()
+    while {"left", "left/below"} & (await place.ask("look"))["projects"].keys():
+        assert time.monotonic() - began < 90
+        await asyncio.sleep(0.5)

@@ -205,7 +205,8 @@ class ClusterApi:
         async def elsewhere() -> bool:
             return await self._moves.elsewhere(sandbox_id, edge)
 
-        if principal is not None and rest == "fork":
+        # Of this one the edge reads the path as it is meant, not as it is written.
+        if principal is not None and [part for part in unquote(rest).split("/") if part] == ["fork"]:
             x.only("POST")
             await self._spending.fork(x, member, principal, sandbox_id, elsewhere, "authorization")
         elif principal is not None and rest == "verify" and self._spending.bounds(principal):

@@ -21,10 +21,9 @@ from dsec.api.held import GROUP_HOLD_S, HeldAnswer
 from dsec.cluster.moves import Moves
 from dsec.cluster.nodes import Nodes
 from dsec.cluster.upstream import NotSent, Upstream
-from dsec.cluster.wire import ORDER_S, Member
+from dsec.cluster.wire import Member
 from dsec.edge.client import NodeInfo, Page, Principal
-from dsec.errors import DsecError, ErrorBody, InvalidRequest, SandboxNotFound, Unavailable, from_body
-from dsec.plan.iam import below
+from dsec.errors import DsecError, ErrorBody, InvalidRequest, SandboxNotFound, from_body
 from dsec.spec.sandbox import SandboxInfo
 
 NDJSON = b"application/x-ndjson"
@@ -49,7 +48,6 @@ class Fanout:
         self._moves = moves
         self._nodes = nodes
         self._upstream = upstream
-        self._ending: set[asyncio.Task[None]] = set()
 
     async def page(self, principal: Principal, query: Sequence[tuple[str, str]], limit: int, after: str | None) -> Page:
         """A page, in the order of the edges and then of ids: that of ids, but for sandboxes that moved. Raises
@@ -63,7 +61,7 @@ class Fanout:
             asked = [*query, ("limit", str(limit - len(found)))]
             if after is not None and edge == first:
                 asked.append(("after", after))
-            page = _page(await self._whole(member, "GET", f"/v1/sandboxes?{urlencode(asked)}", principal))
+            page = _page(await self.whole(member, "GET", f"/v1/sandboxes?{urlencode(asked)}", principal))
             found += page.sandboxes
             if len(found) >= limit:
                 return Page(sandboxes=found, next=found[-1].id)
@@ -73,7 +71,7 @@ class Fanout:
         """All nodes as if they were one: counts are sums, `backends` and `features` are those that any has. Raises
         `Unavailable`."""
         members = self._nodes.alive()
-        answers = await asyncio.gather(*(self._whole(member, "GET", "/v1/node", principal) for member in members))
+        answers = await asyncio.gather(*(self.whole(member, "GET", "/v1/node", principal) for member in members))
         infos = [_node(answer) for answer in answers]
         sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMS}
         return NodeInfo(
@@ -114,41 +112,9 @@ class Fanout:
             raise InvalidRequest("name sandboxes by `ids`, or by `run` and `labels`")
         body = _encode(asked)
         answers = await asyncio.gather(
-            *(self._whole(member, "POST", target, principal, body) for member in self._nodes.alive())
+            *(self.whole(member, "POST", target, principal, body) for member in self._nodes.alive())
         )
         return [item for answer in answers for item in msgspec.json.decode(answer)["results"]]
-
-    async def end_project(self, project: str, known: Sequence[str]) -> None:
-        """End all sandboxes of a project and of those below it: of `known` ones, and of those that nodes tell of; and
-        once more when what was under way can't arrive any more. Raises `Unavailable` where a node doesn't answer; the
-        others' are ended then too."""
-        await self._end_all(project, known)
-        again = asyncio.create_task(self._end_later(project, known))
-        self._ending.add(again)
-        again.add_done_callback(self._ending.discard)
-
-    async def _end_later(self, project: str, known: Sequence[str]) -> None:
-        await asyncio.sleep(ORDER_S + 5.0)
-        try:
-            await self._end_all(project, known)
-        except Unavailable as error:
-            log.warning("ending what is left of project %s: %s", project, error)
-
-    async def _end_all(self, project: str, known: Sequence[str]) -> None:
-        await asyncio.gather(*(self._end_at(member, project, known) for member in self._nodes.alive()))
-
-    async def _end_at(self, member: Member, top: str, known: Sequence[str]) -> None:
-        report = self._nodes.scheduler.watch.report(member.claim.edge)
-        there = {each for each in (report.projects if report is not None else ()) if below(each, top)}
-        for project in {top, *known, *there}:
-            who = Principal(project)
-            while True:
-                states = "state=queued&state=starting&state=running&state=paused"
-                answer = await self._whole(member, "GET", f"/v1/sandboxes?limit=1000&{states}", who)
-                ids = [each.id for each in _page(answer).sandboxes]
-                if not ids:
-                    break
-                await self._whole(member, "POST", "/v1/sandboxes:delete", who, _encode({"ids": ids}))
 
     async def _by_edge(self, principal: Principal, target: str, ids: Sequence[str]) -> list[dict[str, object]]:
         """A call that takes ids and gives results: each edge gets its own; the results are in the order given."""
@@ -160,7 +126,7 @@ class Fanout:
         async def one(some: list[str]) -> None:
             try:
                 member = await self._moves.find(some[0])
-                answer = await self._whole(member, "POST", target, principal, _encode({"ids": some}))
+                answer = await self.whole(member, "POST", target, principal, _encode({"ids": some}))
                 for item in msgspec.json.decode(answer)["results"]:
                     results[item["id"]] = item
             except DsecError as error:
@@ -251,7 +217,7 @@ class Fanout:
             lines.put_nowait(_encode(ExecResult(index or 0, error=error.body())) + b"\n")
         waiting.clear()
 
-    async def _whole(
+    async def whole(
         self, member: Member, method: str, target: str, principal: Principal, body: bytes | None = None
     ) -> bytes:
         """A short exchange's body. Raises what the edge answers, `Unavailable`."""

@@ -16,6 +16,8 @@ MAX_MEMORY = 1 << 50
 MAX_NODE_LIVE = 1 << 16
 MAX_NODE_STARTING = 1 << 12
 MAX_CREATE_MS = 1e7
+MAX_SAID = 256
+"""Features or labels of one node."""
 MAX_NAMED = 4096
 """Projects, runs, layers or placers that one report may name."""
 
@@ -82,12 +84,14 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def sane_facts(facts: NodeFacts) -> NodeFacts:
-    """The facts of a node with no more room than one can have."""
+    """The facts of a node with no more room, and no more to say, than one can have."""
     return replace(
         facts,
         max_live=min(facts.max_live, MAX_NODE_LIVE),
         max_starting=min(facts.max_starting, MAX_NODE_STARTING),
         memory_capacity_bytes=min(facts.memory_capacity_bytes, MAX_MEMORY),
+        features=facts.features[:MAX_SAID],
+        labels=dict(list(facts.labels.items())[:MAX_SAID]),
     )
 
 
