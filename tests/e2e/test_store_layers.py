@@ -230,3 +230,4 @@ def test_the_default_environment_is_debian_with_python_and_git(debian_store: Pat
         assert not stale, "compiled modules are up to date"
     finally:
         mounts.unmount(merged)
+        layers.unmount_all()
