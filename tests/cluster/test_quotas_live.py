@@ -21,6 +21,9 @@ import yarl
 
 from dsec import AsyncClient, SandboxSpec
 from dsec.bench.cluster_place import ClusterPlace, running
+from dsec.cluster.audit import Audit
+from dsec.cluster.bus import open_bus
+from dsec.cluster.credentials import read_credentials
 from dsec.errors import DsecError, InvalidRequest, NotFound, PermissionDenied, QuotaExceeded, Unsupported
 from dsec.spec.ids import edge_of
 
@@ -238,6 +241,22 @@ async def test_what_has_no_share_is_refused_clearly_and_holds_none(place: Cluste
         assert (status, b"quota_exceeded" in answer) == (429, True), fork
     for path in ("/v1/judge", "/v1/functions"):
         assert (await post(place.apis[1], key, path, {"nothing": 1}))[0] == 400
+
+
+async def test_refusals_dont_wash_out_what_was_done(place: ClusterPlace) -> None:
+    bus = await open_bus(place.urls, read_credentials(place.keys / "apiserver.json"))
+    try:
+        kept: dict[str, Any] = {"replicas": 1, "kept_s": 3600.0, "kept_bytes": 1 << 20}
+        audit = Audit(await bus.log("some", "some", **kept, kept_each=1000))
+        await audit.note("role.grant", by="operator", project="lab", about="first")
+        audit = Audit(await bus.log("some", "some", **kept, kept_each=10))  # as of a stream of the release before
+        for number in range(40):
+            await audit.note("refused", by="agent:sly", project="lab", about=str(number))
+        await audit.note("key.create", by="operator", project="lab", about="last")
+        entries, _ = await audit.read("lab", 0, 1000)
+        assert [each.about for each in entries] == ["first", *map(str, range(30, 40)), "last"]
+    finally:
+        await bus.close()
 
 
 async def test_nodes_by_sdk_and_cli(place: ClusterPlace, root: AsyncClient) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import Any
 
@@ -23,6 +24,10 @@ STREAM = "dsec_audit"
 KEPT_S = 30 * 86400.0
 KEPT_BYTES = 1 << 30
 REFUSALS_PER_S = 50
+REFUSALS = 400_000
+"""Most that are kept: who is refused again and again doesn't wash out what was done."""
+TOPICS = 64
+"""Among which what was done is spread, so that the bound of refusals never is one of it."""
 log = logging.getLogger("dsec.cluster")
 
 
@@ -55,12 +60,16 @@ class Audit:
     @staticmethod
     async def open(bus: Bus, replicas: int) -> Audit:
         """Raises `Unavailable`."""
-        return Audit(await bus.log(STREAM, "dsec.audit", replicas=replicas, kept_s=KEPT_S, kept_bytes=KEPT_BYTES))
+        return Audit(
+            await bus.log(
+                STREAM, "dsec.audit", replicas=replicas, kept_s=KEPT_S, kept_bytes=KEPT_BYTES, kept_each=REFUSALS
+            )
+        )
 
     async def note(self, what: str, *, by: str, project: str, about: str = "", **details: Any) -> None:
         """On record when this returns. Raises `Unavailable`."""
         entry = AuditEntry(at=time.time(), what=what, project=project, about=about, by=by, details=details)
-        await self._entries.append(entry)
+        await self._entries.append(entry, "refused" if what == "refused" else f"done.{secrets.randbelow(TOPICS)}")
 
     def refused(self, *, by: str, project: str, about: str, verb: str) -> None:
         """Somebody was refused something."""

@@ -219,13 +219,17 @@ class Bus:
 
         return Bucket(await _patiently(name, open_or_make), kind, self._stream, name, self)
 
-    async def log(self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int) -> Log:
-        """A stream that is only added to, made where it isn't there; the oldest goes first. Raises `Unavailable`."""
+    async def log(
+        self, name: str, subject: str, *, replicas: int, kept_s: float, kept_bytes: int, kept_each: int
+    ) -> Log:
+        """A stream that is only added to, made where it isn't there; the oldest goes first. `kept_each`: most entries
+        of one topic. Raises `Unavailable`."""
         config = StreamConfig(
             name=name,
-            subjects=[subject],
+            subjects=[subject, f"{subject}.>"],
             max_age=kept_s,
             max_bytes=kept_bytes,
+            max_msgs_per_subject=kept_each,
             num_replicas=replicas,
             storage=StorageType.FILE,
             allow_direct=True,
@@ -233,9 +237,12 @@ class Bus:
 
         async def look_or_make() -> object:
             try:
-                return await self._stream.stream_info(name)
+                found = await self._stream.stream_info(name)
             except NotFoundError:
                 return await self._stream.add_stream(config)
+            if found.config.max_msgs_per_subject == kept_each:
+                return found
+            return await self._stream.update_stream(config)
 
         await _patiently(name, look_or_make)
         return Log(self._stream, name, subject)
@@ -254,10 +261,10 @@ class Log:
         self._name = name
         self._subject = subject
 
-    async def append(self, value: object) -> int:
+    async def append(self, value: object, topic: str) -> int:
         """Its number, when a majority of the servers has it. Raises `Unavailable`: it may be there."""
         try:
-            return int((await self._stream.publish(self._subject, _encode(value))).seq)
+            return int((await self._stream.publish(f"{self._subject}.{topic}", _encode(value))).seq)
         except (NatsError, TimeoutError) as error:
             raise _unavailable(error) from error
 
@@ -266,7 +273,7 @@ class Log:
         found: list[tuple[int, bytes]] = []
         try:
             while len(found) < limit:
-                message = await self._stream.get_msg(self._name, seq=after + 1, next=True, subject=self._subject)
+                message = await self._stream.get_msg(self._name, seq=after + 1, next=True, subject=">")
                 after = int(message.seq or 0)
                 found.append((after, message.data or b""))
         except NotFoundError:
