@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from api_kit import Served, served
+from api_kit import CutProxy, Served, served
 from image_kit import TinyImage, tar
 
 from dsec.api.layers import OPERATOR
+from dsec.errors import Unavailable
 from dsec.store.image import host_platform
 
 
@@ -56,6 +57,17 @@ async def test_an_upload_names_its_readers(server: Served) -> None:
         assert (await server.raw("GET", "/v1/layers/tools@1", key=key))[0] == seen
     status, code, _ = await server.error("POST", "/v1/layers:upload?name=tools@2&name=tools@3", tree())
     assert (status, code) == (400, "invalid_request")
+
+
+async def test_an_export_that_is_cut_leaves_no_file(server: Served, tmp_path: Path) -> None:
+    await server.raw("POST", "/v1/layers:upload?name=tools@1", tree())
+    async with CutProxy(server.url) as proxy:
+        proxy.cuts = [3000]
+        async with server.client(proxy.url) as client:
+            with pytest.raises(Unavailable, match="cut"):
+                await client.catalog.export("tools@1", tmp_path / "out.tar")
+            assert not (tmp_path / "out.tar").exists()
+            assert await client.catalog.export("tools@1", tmp_path / "out.tar") > 5000
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ class AsyncCatalog:
 
     async def export(self, reference: str, path: str | Path, *, on_step: OnStep | None = None) -> int:
         """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
-        `NotFound`."""
+        `NotFound`, `Unavailable`; then there is no file."""
         url = self._transport.url(f"/v1/layers/{quote(reference, safe='')}/export")
         response = await self._transport.open("GET", url)
         size = 0
@@ -220,6 +220,7 @@ class AsyncCatalog:
                     if on_step is not None:
                         on_step("exporting", size, 0)
         except cut_errors() as error:
+            await asyncio.to_thread(_remove, Path(path))
             raise Unavailable("the answer was cut", remedy="Try again.") from error
         finally:
             response.release()
@@ -270,3 +271,9 @@ class AsyncCatalog:
         finally:
             response.release()
         raise Unavailable("the answer was cut", remedy="Try again: what was finished isn't done twice.")
+
+
+def _remove(path: Path) -> None:
+    """What isn't whole; never a device or pipe."""
+    if path.is_file():
+        path.unlink()

@@ -177,7 +177,7 @@ class Catalog(Wrapper):
 
     def export(self, reference: str, path: str | Path, *, on_step: OnStep | None = None) -> int:
         """Write a layer to a file, as an archive of the kind that OCI images hold. Returns its size. Raises
-        `NotFound`."""
+        `NotFound`, `Unavailable`; then there is no file."""
         return call(self._async.export(reference, path, on_step=on_step))
 
 
