@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
-from cluster_kit import Cluster, eventually, own_store, running, until
+from cluster_kit import PATIENCE_S, Cluster, eventually, own_store, running, until
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from dsec import AsyncClient, AsyncSandbox, Cause
@@ -56,9 +58,24 @@ async def on(client: AsyncClient, cluster: Cluster, edge: int, **options: Any) -
 
 
 async def shipped(cluster: Cluster) -> None:
-    """All logs are in the streams."""
-    await asyncio.sleep(1.2)  # a heartbeat
-    until(lambda: not any(node["unshipped"] for node in cluster.get("/v1/nodes")["nodes"]), "logs are published")
+    """All logs are in the streams: each node says so in a heartbeat from now on."""
+    began, said = time.time(), set[int]()
+    bus = await as_apiserver(cluster)
+    try:
+        beats = await bus.subscribe("dsec.beat.*")
+        while {node["edge"] for node in cluster.get("/v1/nodes")["nodes"] if node["health"] != "lost"} - said:
+            message = await beats.next_msg(PATIENCE_S)
+            beat = json.loads(message.data)
+            if beat["now"] > began and not beat["unshipped"]:
+                said.add(beat["report"]["edge"])
+            assert time.time() < began + PATIENCE_S, said
+    finally:
+        await bus.close()
+
+
+async def as_apiserver(cluster: Cluster) -> Client:
+    user = read_credentials(cluster.directory / "keys" / "apiserver.json")
+    return await nats.connect(cluster.urls, nkeys_seed_str=user.seed, inbox_prefix="_INBOX.apiserver")
 
 
 async def test_a_sandbox_outlives_its_node(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
@@ -189,8 +206,7 @@ async def test_records_go_when_they_lead_nowhere(cluster: Cluster, one: AsyncCli
     over, logged, lives = (box.id for box in boxes)
     await one.kill_many([over, logged])
     await shipped(cluster)
-    user = read_credentials(cluster.directory / "keys" / "apiserver.json")
-    bus = await nats.connect(cluster.urls, nkeys_seed_str=user.seed, inbox_prefix="_INBOX.apiserver")
+    bus = await as_apiserver(cluster)
     try:
         streams = bus.jetstream()
         records = await streams.key_value("dsec_moved")
