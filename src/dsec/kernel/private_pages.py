@@ -11,7 +11,6 @@ somebody else makes.
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -20,6 +19,8 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _STEP = 8 << 20
+_PIECE = 1 << 20
 _IOV_MAX = 1024
 _AREA = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+ [1-9]\d*) .*")
 _SCAN = 0xC0606610  # PAGEMAP_SCAN, Linux 6.7
@@ -40,6 +42,7 @@ _IS_FILE, _IS_THERE = 1 << 2, 1 << 3 | 1 << 4  # present, swapped
 _MAP_FILE, _MAP_THERE = 1 << 61, 1 << 62 | 1 << 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_readv.argtypes = (
     ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
@@ -104,9 +107,13 @@ class _Taken:
         assert self._memory is not None
         first = ctypes.c_char.from_buffer(self._memory)
         base = ctypes.addressof(first) - (self._areas[0].start - self._areas[0].offset)
+
+        def read(ranges: list[tuple[int, int]]) -> int:
+            steps = range(0, len(ranges), _IOV_MAX)
+            return sum(self._read(ranges[at : at + _IOV_MAX], base) for at in steps)
+
         try:
-            for at in range(0, len(ranges), _IOV_MAX):
-                self.private_bytes += self._read(ranges[at : at + _IOV_MAX], base)
+            self.private_bytes += _by_two(read, ranges)
         finally:
             del first
 
@@ -185,11 +192,20 @@ class Layer(_Taken):
         if self._base < 0:
             self._copy_mapped(self._of_base)
         self._ranges = _merged([*self._own_pages(), *self._others])
-        shift = self._areas[0].start - self._areas[0].offset
-        for start, end in self._ranges:
-            os.posix_fallocate(self.fd, start - shift, end - start)
-            with contextlib.suppress(OSError):  # Linux 5.14; it is only for speed
-                self._memory.madvise(_MADV_POPULATE_WRITE, start - shift, end - start)
+        first = ctypes.c_char.from_buffer(self._memory)
+        base, shift = ctypes.addressof(first), self._areas[0].start - self._areas[0].offset
+
+        def make_room(ranges: list[tuple[int, int]]) -> int:
+            for start, end in ranges:
+                os.posix_fallocate(self.fd, start - shift, end - start)
+                # Linux 5.14; it is only for speed, and not mmap's own, which has all other threads wait for it.
+                _libc.madvise(base + start - shift, end - start, _MADV_POPULATE_WRITE)
+            return 0
+
+        try:
+            _by_two(make_room, self._ranges)
+        finally:
+            del first
 
     def finish(self) -> None:
         """The process's own pages; it stands still. Wherever the file has data, that is what the process saw."""
@@ -261,6 +277,16 @@ def whole(base: int, own: int) -> int:
         os.close(found)
         raise
     return found
+
+
+def _by_two(work: Callable[[list[tuple[int, int]]], int], ranges: list[tuple[int, int]]) -> int:
+    """The sum of what `work` gives for all of them, done by two threads where they are large: it is the kernel's."""
+    pieces = [(at, min(at + _PIECE, end)) for start, end in ranges for at in range(start, end, _PIECE)]
+    if sum(end - start for start, end in pieces) < _STEP:
+        return work(pieces)
+    with ThreadPoolExecutor(1) as other:
+        half = other.submit(work, pieces[1::2])
+        return work(pieces[::2]) + half.result()
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
