@@ -7,10 +7,12 @@ node with the placer's own later placements laid over it. The rules, in order:
    and go (*unsteady*) count only where no steady one has what is asked for, full or not: a creation that names what
    one such node alone has goes there.
 2. Nodes that held the environment's layers before the request come first, the least full of a few at random, until
-   they are fuller than the mean by `locality_slack`, have as much to start as they start at once, or `spread` times
-   their share of the run.
-3. For the rest, power of k choices: of `k` nodes at random the one with the least load. A node that has much more than
-   its share of a run counts as fuller.
+   they are fuller than the mean by `locality_slack` of it and `locality_share` times their share of the request, or by
+   `locality_most` of it; have as much to start as they start at once, or `start_share` times their share; or `spread`
+   times their share of the run.
+3. For the rest, power of k choices: of `k` nodes at random the one with the least load. What was sent to it since its
+   last report counts twice, up to `unseen`: other apiservers, which aren't seen before the next one, fill the same
+   gaps. A node that has much more than its share of a run counts as fuller.
 
 Many alike are planned at once, in chunks: one choice a chunk. What was placed counts as load at once, and until a
 report says that the node took it (`NodeReport.taken`, a counter, so that no clock is compared); what is known never to
@@ -35,8 +37,14 @@ class Policy(Struct, frozen=True, kw_only=True):
     k: int = 6
     holders: int = 8
     """Nodes with the environment's layers that are looked at."""
-    locality_slack: float = 0.025
+    locality_slack: float = 0.02
     """How much fuller than the mean a node with the layers may become, of the mean."""
+    locality_share: float = 4.0
+    """How much more, in its shares of the request; the fuller all are, the less: while a cluster fills, a request is
+    large against what there is, and what it makes uneven is soon little."""
+    locality_most: float = 0.12
+    """How much in all, of the mean: in bursts 15 % are allowed, and apiservers see each other's only in reports."""
+    start_share: float = 2.0
     chunk: int = 4
     """Most sandboxes of a batch that one choice places."""
     start_window: float = 8.0
@@ -46,6 +54,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     """A node with so many times its share of a run counts as fuller."""
     spread_from: int = 48
     spread_cost: float = 0.05
+    unseen: float = 0.01
+    """So much of what was sent to a node since its last report counts twice."""
     busy_from: float = 0.8
     burst_above: float = 0.8
 
@@ -139,6 +149,9 @@ class _Suiting(Struct):
     """Load of the plain ones."""
     due: int = 0
     """When it is reckoned again."""
+    room: int = 1
+    capacity: int = 1
+    """Of the plain ones together."""
 
 
 class Placer:
@@ -252,11 +265,12 @@ class Placer:
         chunk = max(1, min(policy.chunk, count // 8))
         most = self._most(ask, count)
         holding = list(self._holders.get(ask.environment, ()))
+        near = self._bounds(suiting, ask, count)
         plan: dict[int, int] = {}
         left = count
         while left > 0:
             size = min(chunk, left)
-            node = self._near(holding, suiting, ask, size, most, exclude) if holding else None
+            node = self._nearest(holding, suiting, ask, size, most, near, exclude) if holding else None
             if node is None:
                 node = self._choose(suiting, ask, size, most, exclude)
             if node is None:
@@ -269,21 +283,37 @@ class Placer:
             left -= size
         return [Share(edge, n) for edge, n in plan.items()]
 
-    def _near(  # noqa: PLR0917
-        self, holding: list[_Node], suiting: _Suiting, ask: Ask, count: int, most: float, exclude: Collection[int]
+    def _bounds(self, suiting: _Suiting, ask: Ask, count: int) -> tuple[float, float]:
+        """How full nodes with the layers may become by so many, and how much they may have to start."""
+        policy = self._policy
+        mean, share = self._mean(suiting), count * max(1 / suiting.room, ask.memory_bytes / suiting.capacity)
+        little = max(mean, _EMPTY)
+        slack = policy.locality_slack * little + policy.locality_share * (1 - min(1.0, mean)) * share
+        full = mean + min(slack, policy.locality_most * little)
+        return full, policy.start_share * count / max(1, len(suiting.plain))
+
+    def _nearest(  # noqa: PLR0917
+        self,
+        holding: list[_Node],
+        suiting: _Suiting,
+        ask: Ask,
+        count: int,
+        most: float,
+        bounds: tuple[float, float],
+        exclude: Collection[int],
     ) -> _Node | None:
         """The least full of some that hold the environment's layers and are little fuller than all are at the mean.
         Those that can't take it are removed, and not asked about the rest."""
         policy, mean = self._policy, self._mean(suiting)
-        slack = policy.locality_slack * max(mean, _EMPTY)
+        full, starts = bounds
         near, seen = None, 0
         while holding and seen < policy.holders:
             at = int(self._random() * len(holding))
             node = holding[at]
             more = count / node.max_live
             if (
-                node.load + more > mean + max(slack, more)
-                or node.starts >= node.facts.max_starting
+                node.load + more > max(full, mean + more)
+                or node.starts >= max(node.facts.max_starting, starts)
                 or node.in_runs.get(ask.run, 0) + count > most
                 or not _fits(node, ask, count)
                 or not node.ok
@@ -329,7 +359,9 @@ class Placer:
         return max(policy.spread_from, policy.spread * (self._runs.get(ask.run, 0) + count) / max(1, len(self._nodes)))
 
     def _cost(self, node: _Node, ask: Ask, most: float) -> float:
-        return node.load + self._policy.spread_cost * (node.in_runs.get(ask.run, 0) >= most)
+        policy = self._policy
+        load = node.load + min(node.sent / node.max_live, policy.unseen)
+        return load + policy.spread_cost * (node.in_runs.get(ask.run, 0) >= most)
 
     def _mean(self, suiting: _Suiting) -> float:
         """How full nodes are, some changes ago at most."""
@@ -346,6 +378,8 @@ class Placer:
             for node in self._nodes.values():
                 node.ok = node.placeable and not node.cordoned and not node.unsteady
             found = _Suiting(_steady([n for n in suit if not n.burst]), _steady([n for n in suit if n.burst]))
+            found.room = sum(node.max_live for node in found.plain) or 1
+            found.capacity = sum(node.capacity for node in found.plain) or 1
             if len(self._kinds) > 1000:  # callers choose labels: what they can fill is bounded
                 self._kinds.clear()
             self._kinds[kind] = found
