@@ -231,3 +231,4 @@ def test_the_default_environment_is_debian_with_python_and_git(debian_store: Pat
     finally:
         mounts.unmount(merged)
         layers.unmount_all()
+        layers.unmount_all()
