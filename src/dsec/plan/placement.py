@@ -45,6 +45,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     locality_most: float = 0.12
     """How much in all, of the mean: in bursts 15 % are allowed, and apiservers see each other's only in reports."""
     start_share: float = 2.0
+    """So many times its share of a request such a node may have to start, where that is more than it starts at once."""
     chunk: int = 4
     """Most sandboxes of a batch that one choice places."""
     start_window: float = 8.0
