@@ -21,10 +21,12 @@ from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine, StartLost, restored
 from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
-from dsec.vmm.stems import REHEARSAL_S, SETTLE_S, STEM, StartStem, Stem, Stems
+from dsec.vmm.stems import REHEARSAL_S, STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Template
 
 _WRITE = os.O_RDWR | os.O_CLOEXEC
+SPARE_SETTLE_S = 0.02
+"""After what a spare machine has done: its kernel comes to rest."""
 
 
 class VmNode(MachineNode):
@@ -106,7 +108,7 @@ class VmNode(MachineNode):
                 machine.keep(port := await machine.port())
                 await configure(port, Identity(token=(token := new_token()), hostname="spare", pids=0))
                 token = await settle_in(port, token)
-                await asyncio.sleep(SETTLE_S)
+                await asyncio.sleep(SPARE_SETTLE_S)
                 await machine.control.stop()
         except BaseException as error:
             machine.close()
