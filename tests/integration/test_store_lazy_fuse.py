@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lazy_kit import node
-from test_store_lazy import digest, filled, published
+from test_store_lazy import digest, filled, published, settled
 
 from dsec.kernel import loop, mounts
 from dsec.kernel.mounts import ErofsMount
@@ -26,7 +26,7 @@ def test_only_what_is_read_is_fetched_once_and_it_is_right(tmp_path: Path) -> No
         assert filled(made, layer) == 0
         with ThreadPoolExecutor(20) as pool:
             assert set(pool.map(lambda _: digest(top / "f5"), range(20))) == {digests["f5"]}
-        status = made.call("status")["ok"]["layers"][layer]  # type: ignore[index]
+        status = settled(made, layer)
         assert 2_000_000 <= status["fetched_bytes"] == status["filled_bytes"] < status["bytes"] / 2
         assert {name: digest(top / name) for name in digests} == digests
 

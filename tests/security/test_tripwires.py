@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import io
 import os
+import select
+import struct
 import tarfile
+import threading
+import time
 import zipfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,10 @@ from dsec.edge import post, sentry
 from dsec.edge.node import Edge
 from dsec.edge.tripwires import AGAIN_S
 from dsec.errors import Conflict, SandboxEnded, Unsupported
-from dsec.kernel.fanotify import Group, Mask
+from dsec.kernel.fanotify import Group, Mask, open_inside
 from dsec.plan import tripwires as decisions
 from dsec.plan.tripwires import rule_sets
+from dsec.ports import WatchedHost
 from dsec.spec.causes import Cause
 from dsec.spec.events import EventType
 from dsec.spec.operations import Chunk
@@ -159,6 +165,83 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         await box.settle()
         assert [hit for hit in box.hits()[before:] if hit["rule"] != "sign"] == []
         assert box.edge.tripwires(box.id).hits["own-decoy"] >= 1
+
+
+async def test_a_start_that_takes_long_is_seen_with_its_own_words(config: Config) -> None:
+    """As on a busy host, and of a program whose data has yet to come. Here the loader's opening is held up, which comes
+    after the program's own."""
+    rules = (
+        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 1.3*"]),
+        ProcessRule(id="shell", exe=["**/sleep"], argv=["bash *"]),
+        ProcessRule(id="any", exe=["**/sleep"]),
+        ProcessRule(id="script", exe=["/tmp/script"], argv=["*/bash /tmp/script now"]),
+    )
+    async with watched(config, *rules) as box:
+        await box.sh("printf '#!/bin/bash\\nsleep 0.2; exit 0' > /tmp/script; chmod +x /tmp/script")
+        instance = box.edge._lives.sandboxes[box.id].here()
+        assert isinstance(instance, WatchedHost)
+        with held_up(f"/proc/{instance.pid}/root", "lib64/ld-linux-x86-64.so.2", 0.1):
+            await box.sh("sleep 1.31")
+            assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "1.31"]
+            await box.hit("any")
+            # the guest's child, which is the guest until then
+            await box.edge.exec(box.id, ExecSpec(argv=["sleep", "1.32"]))
+            await box.until(lambda: box.edge.tripwires(box.id).hits["argv"] == 2)
+            await box.sh("/tmp/script now; sleep 0.5")
+            await box.hit("script")
+        assert not box.hits("shell"), "the former program's words are not the start's"
+
+
+async def test_a_path_that_nobody_can_name_hides_nothing(config: Config) -> None:
+    rules = (DecoyRule(id="decoy", path="/srv/answers.txt", content="x"), PathRule(id="all", paths=["/p/**"]), SIGN)
+    async with watched(config, *rules) as box:
+        before = open_files()
+        deep = "d=$(printf %0250d 0); for i in $(seq 20); do mkdir $d; cd -P ./$d 2>/dev/null || cd $d; done"
+        said = await box.sh(
+            f"cd /tmp; {deep}; for i in $(seq 300); do echo > $i; done; ln /srv/answers.txt here; cat here; echo done"
+        )
+        assert said.endswith("done\n"), said
+        await box.hit("decoy", act="read")
+        await box.sh("mkdir -p /p; echo > /p/x")
+        await box.hit("all", path="/p/x")
+        await box.settle()
+        assert open_files() < before + 50
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def held_up(root: str, path: str, delay_s: float) -> Iterator[None]:
+    """Each program that opens this file to be started with it waits so long."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    group = libc.fanotify_init(0x4 | 0x1, os.O_RDONLY | os.O_CLOEXEC)  # FAN_CLASS_CONTENT, FAN_CLOEXEC
+    assert group >= 0, os.strerror(ctypes.get_errno())
+    top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    file = open_inside(top, path)
+    marked = libc.fanotify_mark(group, 0x1, ctypes.c_uint64(0x40000), -100, f"/proc/self/fd/{file}".encode())
+    assert marked == 0, os.strerror(ctypes.get_errno())
+    stop, over = os.pipe()
+
+    def answer() -> None:
+        while stop not in select.select([group, stop], [], [])[0]:
+            data = os.read(group, 4096)
+            time.sleep(delay_s)
+            for at in range(0, len(data), 24):
+                fd = struct.unpack_from("=IBBHQii", data, at)[5]
+                os.write(group, struct.pack("=iI", fd, 1))  # FAN_ALLOW
+                os.close(fd)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(over)
+        thread.join()
+        for fd in (group, top, file, stop):  # who waits still goes on
+            os.close(fd)
 
 
 async def test_honest_work_raises_nothing_serious(config: Config) -> None:

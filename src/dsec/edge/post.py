@@ -10,14 +10,18 @@ those of the sandbox's guest on behalf of a caller are not hits; what is pinned 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dsec.edge.evidence import argv_of, exe_of, look, shown
+from dsec.edge.evidence import exe_of, look, shown
 from dsec.edge.lookout import OVERFLOW, Hit, Lookout, Raise
+from dsec.edge.starts import LAST_S, Start
+from dsec.edge.tasks import log
 from dsec.kernel.fanotify import NAMES, Event, Group, Mask, handle_of, open_inside
 from dsec.plan.tripwires import Matches, Pace, Plan, Seen
 from dsec.spec.tripwires import Rule, Touch
@@ -25,7 +29,10 @@ from dsec.spec.tripwires import Rule, Touch
 WALK_DIRECTORIES = 4096
 MARKED_DIRECTORIES = 1024
 PROGRAMS_KEPT = 1024
+STARTS_KEPT = 512
 EXPECTED_S = 2.0
+UNNAMEABLE = "/(a path of more than 4096 bytes)"
+"""As which a file counts that lies too deep for the kernel to name it."""
 _SETTLE_TRIES, _SETTLE_S = 6, 0.0003
 _LOADER = re.compile(r"/ld(-linux[^/]*|-musl[^/]*)?\.so[.0-9]*$")
 _WRITTEN = Mask.MODIFY | Mask.CLOSE_WRITE
@@ -44,6 +51,8 @@ class Post(Lookout):
         self._root = -1
         self._lost = Pace()
         self._programs: dict[int, str] = {}
+        self.starting: deque[Start] = deque()
+        """Starts whose program wasn't there yet."""
         self._inodes: dict[tuple[int, int], str] = {}
         """Files that are watched by their full name, under whatever name they are reached."""
         self._directories: dict[bytes, str] = {}
@@ -167,24 +176,26 @@ class Post(Lookout):
         """Take in what waits in a group, a read's worth; how many events that were."""
         events = group.read()
         for event in events:
-            if event.mask & Mask.OVERFLOW:
-                if self._lost.hit(time.monotonic()):
-                    self._raise(OVERFLOW)
-            elif group is self.names:
-                if event.pid != _SELF():
-                    self._name_event(event)
-            else:
-                try:
-                    if event.pid != _SELF():
+            try:
+                if event.mask & Mask.OVERFLOW:
+                    if self._lost.hit(time.monotonic()):
+                        self._raise(OVERFLOW)
+                elif event.pid != _SELF():
+                    if group is self.names:
+                        self._name_event(event)
+                    else:
                         self._file_event(event, group is self.wide)
-                finally:
+            except OSError as error:  # its sandbox goes away under its hands: no reason to lose the others
+                log.debug("a tripwire's event could not be read: %s", error)
+            finally:
+                if event.fd >= 0:
                     os.close(event.fd)
         return len(events)
 
     def _file_event(self, event: Event, wide: bool) -> None:
         path = _path_of(event.fd)
         if event.mask & Mask.OPEN_EXEC:
-            self._start_event(event.pid, path)
+            self._start_event(event.pid, path, _key(os.fstat(event.fd)))
         if not event.mask & (Mask.OPEN | _WRITTEN):
             return
         if path in self._masks:
@@ -245,7 +256,7 @@ class Post(Lookout):
                     self._directories[handle_of(f"/proc/self/fd/{fd}")] = path
         return self._directories.get(handle)
 
-    def _start_event(self, pid: int, path: str) -> None:
+    def _start_event(self, pid: int, path: str, file: tuple[int, int]) -> None:
         if _LOADER.search(path):
             return
         self._programs.pop(pid, None)
@@ -255,23 +266,42 @@ class Post(Lookout):
         rules = self.plan.started(path)
         if not rules:
             return
-        argv = " ".join(self._settled(pid, path))
-        hits = [(r, _nobody) for r, patterns in rules if not patterns or any(re.match(p, argv) for p in patterns)]
-        self._hits(hits, "start", path, pid)
-
-    @staticmethod
-    def _settled(pid: int, path: str) -> list[str]:
-        """The command line once the start is through: until then it is the former program's."""
+        start = Start(pid, path, file, [rule for rule in rules if rule[1]], time.monotonic())
+        words = start.words()
         for _ in range(_SETTLE_TRIES):
-            exe = exe_of(pid)
-            argv = argv_of(pid)
-            if exe is None or exe == path:
-                return argv if exe else []
+            if words is not None:
+                break
             time.sleep(_SETTLE_S)
-        return argv
+            words = start.words()
+        self._hits([(rule, _nobody) for rule, patterns in rules if not patterns], "start", path, pid)
+        if words is not None:
+            self._judge(start, words)
+        elif start.rules:
+            start.postpone(time.monotonic())
+            self.starting.append(start)
+            if len(self.starting) > STARTS_KEPT:
+                self._judge(oldest := self.starting.popleft(), oldest.words() or [])
+
+    def look_again(self, now: float) -> None:
+        """At starts that were not through; infinity: for the last time."""
+        for _ in range(len(self.starting)):
+            start = self.starting.popleft()
+            if start.due > now:
+                self.starting.append(start)
+            elif (words := start.words()) is not None:
+                self._judge(start, words)
+            elif now - start.since < LAST_S:
+                start.postpone(now)
+                self.starting.append(start)
+
+    def _judge(self, start: Start, words: list[str]) -> None:
+        argv = " ".join(words)
+        hits = [(rule, _nobody) for rule, patterns in start.rules if any(re.match(p, argv) for p in patterns)]
+        self._hits(hits, "start", start.path, start.pid)
 
     def _hits(self, hits: Sequence[tuple[Rule, Matches]], act: str, path: str, pid: int) -> None:
-        if not hits or self._on_behalf(pid, path):
+        # A start is never the guest's own work, though its child is the guest until the program is there.
+        if not hits or (act != "start" and self._on_behalf(pid, path)):
             return
         exe = self._programs.get(pid) or exe_of(pid)
         process: dict[str, Any] | None = None
@@ -310,4 +340,9 @@ def _shared(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _path_of(fd: int) -> str:
-    return shown(os.readlink(f"/proc/self/fd/{fd}".encode())).removesuffix(" (deleted)")  # noqa: PTH115
+    try:
+        return shown(os.readlink(f"/proc/self/fd/{fd}".encode())).removesuffix(" (deleted)")  # noqa: PTH115
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return UNNAMEABLE  # what it is tells still

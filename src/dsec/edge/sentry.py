@@ -7,6 +7,7 @@ in the kernel's queue, which says when it overflows.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -46,6 +47,8 @@ class Sentry:
         self._orders: list[Callable[[], None]] = []
         self._exact: dict[int, tuple[Post, Group]] = {}
         self._wide: dict[int, tuple[Post, Group, _Rest]] = {}
+        self._starting: set[Post] = set()
+        """With starts that are to be looked at again."""
         self._poll: select.epoll | None = None
         self._slow: select.epoll | None = None
         self._over = False
@@ -92,7 +95,7 @@ class Sentry:
         poll, slow = self._poll, self._slow
         assert poll is not None and slow is not None  # noqa: PT018
         while not self._over:
-            for fd, _ in poll.poll(PAUSE_S if self._wide else None):
+            for fd, _ in poll.poll(PAUSE_S if self._wide or self._starting else None):
                 if fd == self._wake:
                     os.eventfd_read(fd)
                     self._obey()
@@ -105,10 +108,15 @@ class Sentry:
                 post, group, rest = entry
                 self._drain(post, post.exact)  # who a process is, is known before what it did
                 rest.used += self._drain(post, group)
+            for post in list(self._starting):
+                post.look_again(now)
+                if not post.starting:
+                    self._starting.discard(post)
         for post, _ in list(self._exact.values()):
             post.close()
         self._exact.clear()
         self._wide.clear()
+        self._starting.clear()
         poll.close()
         slow.close()
         os.close(self._wake)
@@ -134,12 +142,16 @@ class Sentry:
                 self._drain(post, group)
                 self._exact.pop(group.fd, None)
                 self._wide.pop(group.fd, None)
+        post.look_again(math.inf)
+        self._starting.discard(post)
         post.close()
 
-    @staticmethod
-    def _drain(post: Post, group: Group) -> int:
+    def _drain(self, post: Post, group: Group) -> int:
         try:
             return post.drain(group)
         except OSError as error:  # its sandbox goes away under its hands
-            log.debug("a tripwire's event could not be read: %s", error)
+            log.debug("a tripwire's events could not be read: %s", error)
             return 0
+        finally:
+            if post.starting:
+                self._starting.add(post)
