@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from dsec import AsyncClient, AsyncSandbox, CreateResult, SandboxSpec
 from dsec.bench.cluster_edges import MAX_LIVE, MEMORY_BYTES
 from dsec.bench.cluster_place import ClusterPlace, running
 from dsec.errors import Unavailable
+from dsec.plan.watch import WatchPolicy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EDGES = 2
@@ -93,14 +95,22 @@ async def test_nobody_waits_for_a_node_that_doesnt_answer(place: ClusterPlace) -
         async def many() -> list[CreateResult[AsyncSandbox]]:
             return [each async for each in client.create_many(specs, key="late", deadline_s=1.0)]
 
-        place.edges.send_signal(signal.SIGSTOP)
+        # What it is asked while it stands still it sends on when it goes on: to nodes whose silence begins anew then,
+        # so that they don't count as silent yet, however long this took on a busy machine.
+        api = place.api_pids[0]
+        os.kill(api, signal.SIGSTOP)
         try:
+            place.edges.send_signal(signal.SIGSTOP)
             async with asyncio.timeout(120):
                 single = asyncio.create_task(client.create("debian", deadline_s=1.0, **small))
-                told = await many()
+                others = asyncio.create_task(many())
+                await asyncio.sleep(WatchPolicy().silent_s + 2.0)
+                os.kill(api, signal.SIGCONT)
+                told = await others
                 with pytest.raises(Unavailable, match="has not answered"):
                     await single
         finally:
+            os.kill(api, signal.SIGCONT)
             place.edges.send_signal(signal.SIGCONT)
         assert [each.error.code for each in told if each.error is not None] == ["unavailable"] * 4
 
