@@ -159,6 +159,28 @@ async def test_a_drained_node_loses_nothing(cluster: Cluster, one: AsyncClient, 
     cluster.cordon(2, False)
 
 
+async def test_what_no_snapshot_holds_stays_and_is_said(cluster: Cluster, one: AsyncClient) -> None:
+    box = await on(one, cluster, 2)
+    await box.commands.run(
+        ["sh", "-c", "head -c 9000 /dev/urandom > /data; sleep 600 > /dev/null 2>&1 & echo $! > /pid"]
+    )
+    data = await box.files.read_bytes("/data")
+    try:
+        (stays,) = [each async for each in one.nodes.drain(2, deadline_s=2.0)]
+        assert stays["id"] == box.id
+        assert stays["error"]["code"] == "conflict"
+        assert "left-over program" in stays["error"]["message"]
+        assert holder(cluster, box.id) == 2
+        assert await box.files.read_bytes("/data") == data
+        await box.commands.run(["sh", "-c", "kill $(cat /pid)"])
+        (moved,) = [each async for each in one.nodes.drain(2, deadline_s=60.0)]
+        assert moved["edge"] in {1, 3}, moved
+        assert await box.files.read_bytes("/data") == data
+    finally:
+        await one.kill(box.id)
+        cluster.cordon(2, False)
+
+
 async def test_what_nobody_may_read_or_rebuild(cluster: Cluster, one: AsyncClient) -> None:
     box = await on(one, cluster, 3)
     await one.rights.create_project("tight", quota={"sandboxes": 1})

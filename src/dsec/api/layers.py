@@ -142,7 +142,7 @@ async def take_snapshot(
     """As `store.snapshots.pack`, of a sandbox as it is now; on record in its logs."""
     spec = edge.get(sandbox_id).spec
     built_by = f"{principal.project}/{principal.label}" if principal.label else principal.project
-    async with edge.captured(sandbox_id) as captured:
+    async with edge.captured(sandbox_id, at_rest=asked.at_rest) as captured:
         made = await pack(
             service, captured, sandbox_id, spec, principal.project, asked, built_by,
             environment=environment, labels=labels,

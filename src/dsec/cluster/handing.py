@@ -19,7 +19,7 @@ from dsec.cluster.shipping import Shipper
 from dsec.cluster.wire import REFUSED
 from dsec.edge.client import Principal
 from dsec.edge.moving import Moving, Resident
-from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, QuotaExceeded, Unavailable
+from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, QuotaExceeded, Unavailable, Unsupported
 from dsec.ports import BlobStore
 from dsec.spec.cluster import Natural
 from dsec.spec.trajectory import Broken, RebuildRequest, Rebuilt, parse
@@ -108,6 +108,8 @@ class Handing:
             await x.answer(200, self._answer(sandbox_id, question))
         elif verb == "leave":
             await x.drain()
+            if self._store is None and not self.absent(sandbox_id):
+                raise Unsupported("without a shared store (`DSEC_STORE`) its files can't leave this node")
             await self._moving.hand_over(sandbox_id, self._shipper)
             await x.answer(200, {})
         else:

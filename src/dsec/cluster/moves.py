@@ -10,7 +10,6 @@ last generation that was made whole.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
@@ -42,7 +41,6 @@ from dsec.errors import (
     SandboxLost,
     SandboxNotFound,
     Unavailable,
-    Unsupported,
     from_body,
 )
 from dsec.plan.scheduler import Part
@@ -60,7 +58,6 @@ DEADLINE_S = 60.0
 """For a share of its quota."""
 DRAIN_WIDTH = 4
 DRAIN_RETRY_S = 1.0
-log = logging.getLogger("dsec.cluster")
 _encode = msgspec.json.Encoder().encode
 _standing = msgspec.json.Decoder(Standing).decode
 _residents = msgspec.json.Decoder(Residents).decode
@@ -328,8 +325,8 @@ class Moves:
     # --- draining ---------------------------------------------------------------------------------------------------
 
     async def drain(self, edge: int, deadline_s: float) -> AsyncIterator[dict[str, Any]]:
-        """Move all that a node has, a few at a time: what became of each, as it is known. One in which commands run is
-        waited for. Raises `NotFound`, `SandboxLost`, `Unavailable`."""
+        """Move all that a node has, a few at a time: what became of each, as it is known. One in which something runs
+        is waited for, and stays where no snapshot of it can be had. Raises `NotFound`, `SandboxLost`, `Unavailable`."""
         await self._nodes.cordon(edge, cordoned=True)
         member = self._nodes.member(edge, "")
         deadline = time.monotonic() + deadline_s
@@ -362,12 +359,10 @@ class Moves:
     async def _move_once(self, member: Member, resident: Resident) -> int:
         principal = Principal(resident.project)
         if not resident.gone:
-            asked = SnapshotRequest(name=f"moved-{resident.id}@{time.time_ns() // 1_000_000}", scrub=False)
+            name = f"moved-{resident.id}@{time.time_ns() // 1_000_000}"
+            asked = SnapshotRequest(name=name, scrub=False, at_rest=True)  # without it, it stays
             target = f"/v1/sandboxes/{resident.id}/snapshot"
-            try:
-                await self._whole(member, "POST", target, principal, _encode(asked))
-            except Unsupported as error:  # without it everything is done again; after any other failure it stays
-                log.info("sandbox %s moves without a snapshot: %s", resident.id, error)
+            await self._whole(member, "POST", target, principal, _encode(asked))
         await self._whole(member, "POST", f"{PATH}/{resident.id}/leave", principal)
         answer = await self.rebuild(principal, RebuildRequest(sandbox=resident.id), moves=True)
         if answer.status != 200:

@@ -22,7 +22,7 @@ from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.tasks import Tasks, log
-from dsec.errors import DsecError, FileError, FileMissing, InvalidRequest, Unsupported
+from dsec.errors import Conflict, DsecError, FileError, FileMissing, InvalidRequest, Unsupported
 from dsec.journal.records import Record
 from dsec.ports import Captured, CaptureHost, ForkHost, is_under_way
 from dsec.spec.events import EventType
@@ -43,15 +43,20 @@ class Forks:
         self._adopt = adopt
 
     @asynccontextmanager
-    async def captured(self, sandbox: Sandbox) -> AsyncIterator[Captured]:
-        """Its files as they are now. Raises `Unsupported`, `Unavailable`, and as `Sandbox.here`."""
+    async def captured(self, sandbox: Sandbox, *, at_rest: bool = False) -> AsyncIterator[Captured]:
+        """See `EdgeClient.captured`; raises as `Sandbox.here`, too."""
         before = self._settled(sandbox)
         backend = sandbox.backend
         if not isinstance(backend, CaptureHost):
             raise Unsupported(f"the backend {sandbox.record.backend!r} can't keep a sandbox's files")
+        if at_rest and not before:
+            raise _restless(sandbox)
         captured = await backend.capture(sandbox.id, sandbox.record.handle)
         try:
-            yield replace(captured, seq=before if before == self._settled(sandbox) else 0)
+            seq = before if before == self._settled(sandbox) else 0
+            if at_rest and not seq:
+                raise _restless(sandbox)
+            yield replace(captured, seq=seq)
         finally:
             await asyncio.shield(backend.drop(captured.name))
 
@@ -122,6 +127,13 @@ class Forks:
             return
         except FileError as error:
             log.warning("sandbox %s keeps its parent's machine id: %s", child.id, error)
+
+
+def _restless(sandbox: Sandbox) -> Conflict:
+    return Conflict(
+        f"a command, a session or a left-over program is under way in sandbox {sandbox.id}",
+        remedy="Wait for it, or end it.",
+    )
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

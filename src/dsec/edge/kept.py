@@ -70,8 +70,9 @@ class Kept(Protocol):
         each, with a sandbox or an error. Raises `Unsupported`, `InvalidRequest`, `Unavailable`."""
         ...
 
-    def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
-        """What it has written until now, for as long as the context lasts. Raises `Unsupported`, `Unavailable`."""
+    def captured(self, sandbox_id: str, *, at_rest: bool = False) -> AbstractAsyncContextManager[Captured]:
+        """What it has written until now, for as long as the context lasts. Raises `Unsupported`, `Unavailable`,
+        `Conflict` where it has to be `at_rest` and something is under way inside."""
         ...
 
     def note_snapshot(self, sandbox_id: str, captured: Captured, made: SnapshotInfo) -> None:

@@ -87,8 +87,8 @@ class KeptCalls:
     async def fork(self, sandbox_id: str, count: int, *, deadline_s: float | None = None) -> list[BatchItem]:
         return await self._forks.fork(self._usable(sandbox_id), count, deadline_s)
 
-    def captured(self, sandbox_id: str) -> AbstractAsyncContextManager[Captured]:
-        return self._forks.captured(self._usable(sandbox_id))
+    def captured(self, sandbox_id: str, *, at_rest: bool = False) -> AbstractAsyncContextManager[Captured]:
+        return self._forks.captured(self._usable(sandbox_id), at_rest=at_rest)
 
     def note_snapshot(self, sandbox_id: str, captured: Captured, made: SnapshotInfo) -> None:
         if sandbox_id in self._lives.sandboxes:

@@ -2,7 +2,8 @@
 
 Owns what was made anew here. Invariants: a sandbox that came is served only when all of its log has been done again; an
 edge that dies in the middle ends it when it is back, and so does a failure (`moved`: it can be rebuilt elsewhere); one
-that leaves has ended, and its log is in the cluster, before anybody is told that it left.
+that leaves has a snapshot of everything, since when nothing was done to it; it has ended, and its log is in the
+cluster, before anybody is told that it left; it is made again from that snapshot, or not at all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,10 +24,10 @@ from dsec.edge.client import EdgeClient, Principal
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.naming import Naming
-from dsec.edge.rebuild import Replay, bases_of, chain_of, grounds_of, networks_of
+from dsec.edge.rebuild import Base, Replay, chain_of, grounds_of, networks_of, starts_of
 from dsec.edge.specs import learn, resolve
 from dsec.edge.trajectory import REUSABLE, Trajectories
-from dsec.errors import Conflict, DsecError, NotFound, Unsupported
+from dsec.errors import Conflict, DsecError, NotFound, Unavailable, Unsupported
 from dsec.journal.records import Journal, Record
 from dsec.ports import Backend
 from dsec.spec.causes import Cause
@@ -34,6 +36,8 @@ from dsec.spec.sandbox import SandboxSpec, State
 from dsec.spec.trajectory import EntryType, RebuildRequest, Rebuilt, parse
 
 MOST_REMEMBERED = 1000
+SNAPSHOT_S = 10.0
+"""How long a snapshot that a sandbox can't be without is looked for."""
 _GONE = frozenset({Cause.NODE_LOST, Cause.MOVED})
 log = logging.getLogger("dsec.edge")
 
@@ -142,38 +146,59 @@ class Moving:
     async def _best(
         self, request: RebuildRequest, principal: Principal, lines: list[bytes], bodies: Mapping[str, bytes]
     ) -> tuple[Replay, list[str]]:
-        """A replay from the last snapshot that can be had here, and the names of all that it stands on."""
+        """A replay from the last snapshot that can be had here, and the names of all that it stands on. Raises
+        `Unavailable` where one that it can't be without isn't to be had."""
         entries = chain_of(lines, request.sandbox)
         before = grounds_of(entries)
         restore = functools.partial(self._trajectories.restore, bodies.get)
-        for base in (*bases_of(entries, request), None):
+
+        async def begin(base: Base | None) -> tuple[Replay, list[str]]:
             replay = Replay(
                 self._edge, entries, request, blob=bodies.get, keep=self._config.trajectory_output_bytes,
                 restore=restore, base=base, in_place=True,
             )  # fmt: skip
             spec = replay.spec()
             names = before if base is None else [*before, base.name]
-            try:  # layers may be used where a name here stands for them
-                named = [replace(spec, environment=name, layers=[]) for name in names]
-                await learn(named, principal.project, self._backends)
-                await learn([spec], principal.project, self._backends)
-                resolve(spec, principal.project, self._backends)
-            except (NotFound, Unsupported):
-                if base is None:
+            # layers may be used where a name here stands for them
+            named = [replace(spec, environment=name, layers=[]) for name in names]
+            await learn(named, principal.project, self._backends)
+            await learn([spec], principal.project, self._backends)
+            resolve(spec, principal.project, self._backends)
+            return replay, names
+
+        *others, last = starts_of(entries, request)
+        for base in others:
+            with suppress(NotFound, Unsupported):
+                return await begin(base)
+        deadline = time.monotonic() + SNAPSHOT_S
+        while True:
+            try:
+                return await begin(last)
+            except (NotFound, Unsupported) as error:
+                if last is None:
                     raise
-            else:
-                return replay, names
-        raise AssertionError
+                if time.monotonic() >= deadline:
+                    raise Unavailable(
+                        f"the snapshot {last.name} that sandbox {request.sandbox} left its node with can't be had: "
+                        f"{error.message}",
+                        remedy="Try again; a rebuild with from_start does without it what its log can do again.",
+                    ) from error
+            await asyncio.sleep(0.5)
 
     async def hand_over(self, sandbox_id: str, generations: Generations) -> None:
-        """End one that another node is to have. Raises `Conflict` while a command runs in it, `Unavailable` where its
-        log isn't in the cluster (then it has ended all the same, and can be handed over again)."""
+        """End one that another node is to have. Raises `Conflict` while a command runs in it, and where something was
+        done to it since its last snapshot; `Unavailable` where its log isn't in the cluster (then it has ended all the
+        same, and can be handed over again)."""
         sandbox = self._lives.sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.state in (State.RUNNING, State.PAUSED):
             running = [each for each in self._edge.processes(sandbox_id) if not each.key.startswith(REUSABLE)]
             if running or sandbox.requests:
                 raise Conflict(
                     f"{len(running) or 'some'} commands run in sandbox {sandbox_id}", remedy="Wait for them."
+                )
+            if not self._trajectories.saved(sandbox_id):
+                raise Conflict(
+                    f"no snapshot holds all that was done to sandbox {sandbox_id}", remedy="Take one, at rest."
                 )
             ended = self._lives.end(sandbox, Cause.MOVED)
             shipped = generations.shipped(sandbox_id)

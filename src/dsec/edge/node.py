@@ -31,7 +31,7 @@ from dsec.edge.observed import Readiness
 from dsec.edge.observer import Observer
 from dsec.edge.pauses import Pauses
 from dsec.edge.quick import QuickCommand
-from dsec.edge.rebuild import Replay, bases_of, chain_of, networks_of
+from dsec.edge.rebuild import Replay, chain_of, networks_of, starts_of
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recording import Recording
 from dsec.edge.removal import delete_each
@@ -410,7 +410,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
         async def make(spec: SandboxSpec) -> str:
             return (await self.create(spec, project=principal.project)).sandbox.id
 
-        for base in (*bases_of(entries, request), None):
+        for base in starts_of(entries, request):
             replay = Replay(self, entries, request, blob=blob, keep=keep, restore=restore, base=base)
             try:
                 resolve(replay.spec(), principal.project, self._backends)

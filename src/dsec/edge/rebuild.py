@@ -28,7 +28,7 @@ from dsec.spec.events import EventType
 from dsec.spec.network import Network
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecSpec, ExecStatus, SandboxSpec
-from dsec.spec.trajectory import Broken, Entry, EntryType, RebuildRequest, RebuildStep, Rebuilt, verify
+from dsec.spec.trajectory import DEEDS, Broken, Entry, EntryType, RebuildRequest, RebuildStep, Rebuilt, verify
 
 LABEL = "dsec.rebuilt_from"
 SESSION = "dsec.session/"
@@ -340,17 +340,23 @@ def chain_of(lines: list[bytes], sandbox_id: str) -> list[Entry]:
     return entries
 
 
-def bases_of(entries: list[Entry], request: RebuildRequest) -> list[Base]:
-    """The snapshots that a rebuild may begin from, the last one first: those of everything that was there, taken while
-    nothing was under way."""
+def starts_of(entries: list[Entry], request: RebuildRequest) -> list[Base | None]:
+    """What a rebuild may begin from, the best first: snapshots of everything that was there, taken while nothing was
+    under way, the last one first; then its environment (None). One that left its node in good order has the snapshot
+    that was taken for that, and nothing else: without it what nobody can do again would be lost without a word."""
     if request.from_start:
-        return []
-    found = [entry.data for entry in entries[: request.upto] if entry.type == EventType.SNAPSHOT]
-    return [
+        return [None]
+    wanted = entries[: request.upto]
+    found = [entry.data for entry in wanted if entry.type == EventType.SNAPSHOT]
+    bases = [
         Base(data["name"], data["layer"], data["at"])
         for data in reversed(found)
         if data.get("at") and not data.get("removed")
     ]
+    left = bool(bases) and wanted[-1].type == EntryType.END and wanted[-1].data["cause"] == Cause.MOVED
+    if left and not any(entry.type in DEEDS for entry in wanted[bases[0].at :]):
+        return [bases[0]]
+    return [*bases, None]
 
 
 def grounds_of(entries: list[Entry]) -> list[str]:

@@ -29,7 +29,7 @@ from dsec.ports import Clock
 from dsec.spec.events import EventType
 from dsec.spec.network import Network
 from dsec.spec.sandbox import ExecSpec, ExecStatus
-from dsec.spec.trajectory import INLINE_BYTES, Entry, EntryType, parse
+from dsec.spec.trajectory import DEEDS, INLINE_BYTES, Entry, EntryType, parse
 
 AGENT_ENTRIES = 10_000
 """Entries of one sandbox that agents cause by what they do inside, without any operation of a caller's."""
@@ -75,13 +75,17 @@ class Recorded(Struct, frozen=True):
 class _Log:
     """One sandbox's, as far as this edge has met it."""
 
-    __slots__ = ("agents", "blob_bytes", "keys", "waiters")
+    __slots__ = ("agents", "blob_bytes", "deed", "keys", "saved", "waiters")
 
     def __init__(self) -> None:
         self.keys: dict[bytes, int] | None = None
         """Hash of a key -> where its `result` begins in the log; `-seq` of its `exec` while there is none."""
         self.agents = 0
         self.blob_bytes = 0
+        self.deed = 0
+        """The number of the last entry that may have changed its files."""
+        self.saved = 0
+        """Up to which entry the last snapshot of everything holds what came of them."""
         self.waiters: list[asyncio.Future[None]] = []
 
 
@@ -152,6 +156,8 @@ class Trajectories:
             chain = self.store.chain(sandbox_id)
             if chain is not None and chain.seq and chain.last != EntryType.END:
                 self._append(sandbox_id, kind, data, last_room=True)
+                if kind == EventType.SNAPSHOT and data["at"] and not data["removed"]:
+                    self._log(sandbox_id).saved = data["at"]
         except DsecError as error:
             log.debug("sandbox %s: %s is not in its trajectory: %s", sandbox_id, kind, error)
 
@@ -324,6 +330,11 @@ class Trajectories:
         data: dict[str, Any] = {"generation": generation, "entries": entries}
         self._append(sandbox_id, EntryType.REBUILT, data | ({"snapshots": snapshots} if snapshots else {}))
 
+    def saved(self, sandbox_id: str) -> bool:
+        """Whether a snapshot, made by this edge, holds all that came of what was done to it."""
+        found = self._log(sandbox_id)
+        return found.deed <= found.saved != 0
+
     def settled(self, sandbox_id: str) -> asyncio.Future[Any]:
         """All of this log is on disk, and in the cluster where there is one. Fails with `Unavailable`."""
         synced = self.store.synced()
@@ -386,6 +397,9 @@ class Trajectories:
         if self.ship is not None:
             self.ship.note(sandbox_id)
         found = self._logs.get(sandbox_id)
+        if kind in DEEDS:
+            found = found or self._log(sandbox_id)
+            found.deed = seq
         if found is not None and found.waiters:
             _wake(found)
         return seq

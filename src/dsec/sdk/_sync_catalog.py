@@ -324,7 +324,7 @@ class Nodes(Wrapper):
 
     def drain(self, edge: int, *, deadline_s: float | None = None) -> Iterator[Row]:
         """Cordon it and move what it has to other nodes, under the same ids: a row each, as it is known, with `id` and
-        either `edge` (where it is now) or `error` (it stays). One in which commands run is waited for, 300 s unless
+        either `edge` (where it is now) or `error` (it stays). One in which anything runs is waited for, 300 s unless
         `deadline_s` says otherwise. Asked again it goes on, which a broken connection does by itself. Raises as
         `cordon`, `SandboxLost` where the node is lost."""
         return iterate(self._async.drain(edge, deadline_s=deadline_s))

@@ -23,6 +23,8 @@ class SnapshotRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     description: Annotated[str, Meta(max_length=1000)] = ""
     readers: Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=100)] = []
     """Other projects that may use it; `*`: all."""
+    at_rest: bool = False
+    """Refuse it (`conflict`) while a command, a session or a left-over program is there."""
 
 
 class SnapshotInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):

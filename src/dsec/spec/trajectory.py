@@ -50,6 +50,15 @@ class EntryType(StrEnum):
     END = "end"  # cause, infra, message: the last one
 
 
+DEEDS = frozenset(
+    {
+        EntryType.EXEC, EntryType.WRITE, EntryType.MOVE, EntryType.MKDIR, EntryType.REMOVE, EntryType.SESSION_OPENED,
+        EntryType.SESSION_RUN, EntryType.SESSION_INPUT, EntryType.SESSION_CLOSED,
+    }
+)  # fmt: skip
+"""Entries of what may change a sandbox's files."""
+
+
 class Entry(Struct, frozen=True):
     """One entry."""
 
