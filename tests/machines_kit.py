@@ -103,3 +103,15 @@ def machine_host(state: Path, run: Path) -> Iterator[tuple[Config, Host]]:
         host.layers.unmount_all()
         host.views.remove()
         remove_dev(host.run)
+
+
+def own_state(state: Path, debian_store: Path) -> None:
+    """A state directory for a shield, over the tests' store: the layer with our server stays here, and what other tests
+    make of environments meanwhile stays there."""
+    store = state / "store"
+    for name in ("layers", "environments"):
+        (store / name).mkdir(parents=True)
+    for path in (*debian_store.glob("*"), *debian_store.glob("layers/*"), debian_store / "environments/debian.json"):
+        if not (place := store / path.relative_to(debian_store)).exists():
+            place.symlink_to(path)
+    (state / "native").symlink_to(debian_store.parent / "native")

@@ -39,6 +39,7 @@ from dsec.backends.microvm.node import VmNode
 from dsec.backends.microvm.shield import PORT, STATE, Left, Shield, ShieldShape, adopt, boot, make_state_disk
 from dsec.backends.microvm.shield_layer import shield_layer
 from dsec.backends.microvm.shield_out import Outlet, Servers
+from dsec.backends.microvm.shield_store import Stored, data_serial, image_serial, others, stored
 from dsec.channel.streams import Stream
 from dsec.configuration import Config, read_config
 from dsec.edge.config import SystemClock
@@ -283,30 +284,42 @@ class Front:
             await self._drop()
 
     async def _start(self) -> None:
-        wanted = sorted({digest for each in self._environments.list() for digest in each.layers})
+        found = await asyncio.to_thread(stored, self._config.state, self._environments.layers)
         argv = self._inner.argv(self.url)
-        prepared = await asyncio.to_thread(self._prepare, wanted)
-        what = hashlib.sha256(msgspec.json.encode([self._own, argv, self._shape, prepared], order="sorted")).hexdigest()
-        taken = self._left is not None and await self._take_over(self._left, what)
+        settings = await asyncio.to_thread(self._settings)
+        disk = [STATE_SERIAL, self._disk.suffix.removeprefix(".")]
+        # Environments don't count: one that is made on the host is no reason to end all that is in the machine.
+        started = msgspec.json.encode([self._own, argv, self._shape, disk, settings], order="sorted")
+        what = hashlib.sha256(started).hexdigest()
+        taken = self._left is not None and await self._take_over(self._left, what, found)
         self._left = None  # until then it goes on, whatever becomes of this process
         if not taken:
-            self.shield = await self._boot(wanted)
-            replace_file(self._config.run / LEFT, msgspec.json.encode(self.shield.left(what)))
+            self.shield = await self._boot(found)
+            left = self.shield.left(what, environments=found.marks())
+            replace_file(self._config.run / LEFT, msgspec.json.encode(left))
             await self._lead_out(self.shield)
+            prepared: dict[str, object] = {"state": disk, "where": STATE, "files": found.files() | settings}
             await self.shield.serve(prepared, argv, _log)
         if self._inner.client:
             assert self.shield is not None
             key = msgspec.json.decode(await self.shield.client(), type=Endpoint).api_key
             write_endpoint(self._config.state, Endpoint(self.url, key))
 
-    async def _take_over(self, left: Left, what: str) -> bool:
-        """Whether the machine that runs is ours from now on; else it is ended."""
+    async def _take_over(self, left: Left, what: str, found: Stored) -> bool:
+        """Whether the machine that runs is ours from now on; else it is ended. `found`: what it would have."""
         try:
             if left.what == what:
                 self.shield = await adopt(self._node, left, SystemClock())
                 await self._lead_out(self.shield)
                 await self.shield.serve_on(_log)
                 log.info("the shield that ran goes on")
+                if changed := others(left.environments, found.marks()):
+                    log.warning(
+                        "%d environments were made, changed or removed on this host since the shield was booted; it "
+                        "has them as they were, until another is booted: %s",
+                        len(changed),
+                        ", ".join(changed)[:300],
+                    )
                 return True
             log.warning("the shield that runs isn't what would be started now: it ends, and its sandboxes with it")
         except (DsecError, OSError, TimeoutError) as error:
@@ -316,17 +329,16 @@ class Front:
         await self._node.machines.end(left.name, left.reservation)
         return False
 
-    async def _boot(self, wanted: list[str]) -> Shield:
-        found = self._environments.get(DEFAULT)
-        files = {digest: self._environments.layers.files(digest) for digest in wanted}
+    async def _boot(self, found: Stored) -> Shield:
+        await asyncio.to_thread(self._environments.refresh)
         with contextlib.ExitStack() as stack:
             state = stack.enter_context(_opened(self._disk, os.O_RDWR))
             disks = [ExtraDisk(STATE_SERIAL, state, read_only=False)]
-            for digest, each in files.items():
-                for letter, path in (("m", each.image), ("d", each.data)):
-                    if path is not None:
-                        disks.append(ExtraDisk(f"{letter}{digest[:18]}", stack.enter_context(_opened(path)), True))
-            layers = (self._own, *found.layers)
+            for digest, (image, data) in sorted(found.layers.items()):
+                disks.append(ExtraDisk(image_serial(digest), stack.enter_context(_opened(image)), True))
+                if data is not None:
+                    disks.append(ExtraDisk(data_serial(digest), stack.enter_context(_opened(data)), True))
+            layers = (self._own, *self._environments.get(DEFAULT).layers)
             return await boot(self._node, self._shape, layers, tuple(disks), SystemClock())
 
     async def _lead_out(self, shield: Shield) -> None:
@@ -337,26 +349,14 @@ class Front:
                 raise
             log.warning("no sandbox of the shield's reaches anything: %s", error.message)
 
-    def _prepare(self, digests: list[str]) -> dict[str, object]:
-        """What the state directory inside has of this one's store."""
+    def _settings(self) -> dict[str, str]:
+        """What the operator has set, by name, as the state directory inside has it too."""
         files: dict[str, str] = {}
-        for digest in digests:
-            image, data = self._environments.layers.files(digest)
-            files[f"store/layers/{digest}/{image.name}"] = f"disk m{digest[:18]}"
-            if data is not None:
-                files[f"store/layers/{digest}/data"] = f"disk d{digest[:18]}"
-            for name in ("manifest.json", "meta.json"):
-                if (path := image.with_name(name)).exists():
-                    files[f"store/layers/{digest}/{name}"] = path.read_text()
-        store = self._config.state / "store"
-        for path in sorted((store / "environments").rglob("*.json")):
-            files[f"store/{path.relative_to(store)}"] = path.read_text()
         names = [path.relative_to(self._config.state) for path in self._config.state.glob("network.d/*.toml")]
         for name in ("e2b.json", "sandboxfusion.json", "network.toml", *sorted(map(str, names))):
             if (path := self._config.state / name).exists():
                 files[name] = path.read_text()
-        files |= self._inner.files
-        return {"state": [STATE_SERIAL, self._disk.suffix.removeprefix(".")], "where": STATE, "files": files}
+        return files | self._inner.files
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a caller's."""

@@ -17,6 +17,7 @@ from dsec.app import read_config
 from dsec.errors import DsecError, SandboxLost
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import State
+from machines_kit import own_state
 
 pytestmark = [
     pytest.mark.root,
@@ -28,11 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(vm_templates: Path, debian_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     state = tmp_path_factory.mktemp("edge") / "state"
-    (state / "store" / "layers").mkdir(parents=True)
-    for path in (*debian_store.glob("*"), *debian_store.glob("layers/*")):  # the layer with our server stays here
-        if path.name != "layers":
-            (state / "store" / path.relative_to(debian_store)).symlink_to(path)
-    (state / "native").symlink_to(debian_store.parent / "native")
+    own_state(state, debian_store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSEC_VM_ACCEL", "tcg")
         patch.setattr(cluster_kit, "PATIENCE_S", 900.0)  # a machine that boots and starts a server, imitated

@@ -24,18 +24,20 @@ from dsec import AsyncClient  # noqa: E402
 from dsec.app_shield import Front, Inner, open_shield  # noqa: E402
 from dsec.backends.microvm.shield import ShieldShape  # noqa: E402
 from dsec.configuration import Config  # noqa: E402
-from dsec.errors import CreateFailed, SandboxLost  # noqa: E402
+from dsec.errors import CreateFailed, EnvironmentNotFound, SandboxLost  # noqa: E402
 from dsec.kernel import mounts  # noqa: E402
 from dsec.sdk._config import FILE_NAME, Endpoint  # noqa: E402
 from dsec.spec.causes import Cause  # noqa: E402
 from dsec.spec.operations import OpRequest  # noqa: E402
 from dsec.spec.sandbox import State  # noqa: E402
+from dsec.store.environments import EnvironmentStore  # noqa: E402
+from dsec.store.layers import Entry  # noqa: E402
 from dsec.testing import conformance as suite  # noqa: E402
 from dsec.testing.conformance import backend, sandboxes  # noqa: E402, F401
 from dsec.testing.conformance.kit import Feature  # noqa: E402
 from dsec.testing.remote import RemoteBackend  # noqa: E402
 from free_port import free_port  # noqa: E402
-from machines_kit import launchers  # noqa: E402
+from machines_kit import launchers, own_state  # noqa: E402
 
 pytestmark = [
     pytest.mark.root,
@@ -208,11 +210,7 @@ def place(
 ) -> Config:
     """Where the module's shield is."""
     state = tmp_path_factory.mktemp("shield") / "state"
-    (state / "store" / "layers").mkdir(parents=True)
-    for path in (*debian_store.glob("*"), *debian_store.glob("layers/*")):  # the layer with our server stays here
-        if path.name != "layers":
-            (state / "store" / path.relative_to(debian_store)).symlink_to(path)
-    (state / "native").symlink_to(debian_store.parent / "native")
+    own_state(state, debian_store)
     (state / "network.toml").write_text(network_file(*outside))
     run = tmp_path_factory.mktemp("machine") / f"run-{os.getpid()}"
     return Config(state=state, run=run, vm_accel="tcg")
@@ -276,8 +274,11 @@ async def test_its_sandboxes_reach_by_name_what_is_outside(shielded: Shielded, o
         await sandbox.kill()
 
 
-def test_it_goes_on_for_the_next_process(shielded: Shielded, left_over: list[Shielded]) -> None:
-    """The last test: machine, server and sandboxes outlive the process in front of them."""
+def test_it_goes_on_for_the_next_process(
+    shielded: Shielded, left_over: list[Shielded], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last test: machine, server and sandboxes outlive the process in front of them, whatever was made of
+    environments meanwhile."""
 
     async def begin() -> tuple[str, str]:
         endpoint = shielded.endpoint()
@@ -290,6 +291,8 @@ def test_it_goes_on_for_the_next_process(shielded: Shielded, left_over: list[Shi
         endpoint = after.endpoint()
         async with AsyncClient(endpoint.url, endpoint.api_key) as client:
             sandbox = await client.connect(sandbox_id)
+            with pytest.raises(EnvironmentNotFound):
+                await client.create("later")
             return (await sandbox.commands.run(["cat", "/root/kept"])).stdout
 
     sandbox_id, key = asyncio.run(begin())
@@ -297,12 +300,15 @@ def test_it_goes_on_for_the_next_process(shielded: Shielded, left_over: list[Shi
     assert machine is not None
     name = machine.name
     shielded.stop()
+    environments = EnvironmentStore(shielded.config.state)
+    environments.put("later", [environments.layers.add_tree({"later": Entry(b"")}, "directory", "later").digest])
     after = Shielded(shielded.config, port=shielded.port)
     left_over.append(after)
     after.start()
     running = after.there().shield
     assert running is not None
     assert running.name == name
+    assert "1 environments were made, changed or removed on this host" in caplog.text
     assert after.endpoint().api_key == key
     assert asyncio.run(look(sandbox_id)) == "yes"
 

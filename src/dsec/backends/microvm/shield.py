@@ -81,6 +81,8 @@ class Left(Struct, frozen=True, kw_only=True):
     token: str
     what: str
     """Tells whether what runs there is what that process would start."""
+    environments: dict[str, str] = {}
+    """Which it has, as `shield_store` marks them."""
 
 
 class Shield:
@@ -99,9 +101,10 @@ class Shield:
         self._server: asyncio.Task[None] | None = None
         self._network: MachineNetwork | None = None
 
-    def left(self, what: str) -> Left:
-        """What leads to it; `what` as there."""
-        return Left(name=self.name, reservation=self._reservation, token=self._token.hex(), what=what)
+    def left(self, what: str, environments: dict[str, str]) -> Left:
+        """What leads to it; the rest as there."""
+        token = self._token.hex()
+        return Left(name=self.name, reservation=self._reservation, token=token, what=what, environments=environments)
 
     async def lead_out(self, outlet: Outlet) -> None:
         """Let it reach what the outlet lets it. Raises `Unsupported` where its kernel can't, `Unavailable`."""
