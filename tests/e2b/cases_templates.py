@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import uuid
 from pathlib import Path
@@ -33,6 +35,7 @@ def _name():
 
 def _context():
     top = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, top)
     (top / "data" / "sub").mkdir(parents=True)
     (top / "data" / "sub" / "file").write_text("content\n")
     (top / "data" / "link").symlink_to("sub/file")
