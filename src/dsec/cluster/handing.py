@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from dsec.api.exchange import Exchange
-from dsec.cluster.logs import body_key, decrypt, digests_in
+from dsec.cluster.logs import digests_in, kept_body
 from dsec.cluster.shipping import Shipper
 from dsec.cluster.wire import REFUSED
 from dsec.edge.client import Principal
@@ -126,7 +126,10 @@ class Handing:
         try:
             order = _order(head)
             lines = rest.splitlines(keepends=True)
-            times = {digest: entry.time for entry in map(parse, lines) for digest in digests_in(entry.data)}
+            times: dict[str, float] = {}
+            for entry in map(parse, lines):
+                for digest in digests_in(entry.data):
+                    times.setdefault(digest, entry.time)  # it was written once, with the first entry that names it
         except (msgspec.MsgspecError, Broken) as error:
             raise InvalidRequest(f"this order can't be read: {error}") from None
         sandbox_id = order.request.sandbox
@@ -152,11 +155,7 @@ class Handing:
         if self._store is None or not key:
             return found
         for digest, at in times.items():
-            try:
-                sealed = await self._store.get(body_key(at, sandbox_id, digest))
-            except NotFound:
-                continue
-            data = await asyncio.to_thread(decrypt, sealed, bytes.fromhex(key), digest)
+            data = await kept_body(self._store, at, sandbox_id, digest, bytes.fromhex(key))
             if data is not None:
                 size += len(data)
                 if size > MAX_BODIES_BYTES:

@@ -11,6 +11,8 @@ what was kept of another's sandboxes.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
@@ -23,6 +25,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import Struct
 
+from dsec.errors import NotFound
+from dsec.ports import BlobStore
 from dsec.spec.cluster import Natural
 from dsec.spec.trajectory import Broken, Entry, EntryType, check, parse, root_of
 
@@ -155,9 +159,11 @@ def key_of(node_key: bytes, sandbox_id: str) -> bytes:
     return hmac.digest(node_key, b"trajectory\0" + sandbox_id.encode(), "sha256")
 
 
-def body_key(entry_time: float, sandbox_id: str, digest: str) -> str:
-    """Where a body lies in the shared store: by day, so that old ones are found."""
-    return f"trajectories/{int(entry_time // 86400)}/{sandbox_id}/{digest}"
+def body_key(entry_time: float, sandbox_id: str, digest: str, key: bytes = b"") -> str:
+    """Where a body lies in the shared store: by day, so that old ones are found. `key`: of one that was written where a
+    sandbox was made anew, apart from what its nodes before wrote, so that a rebuild which fails takes nothing away."""
+    apart = f".{hashlib.sha256(key).hexdigest()[:16]}" if key else ""
+    return f"trajectories/{int(entry_time // 86400)}/{sandbox_id}/{digest}{apart}"
 
 
 def encrypt(data: bytes, key: bytes, digest: str) -> bytes:
@@ -173,3 +179,13 @@ def decrypt(data: bytes, key: bytes, digest: str) -> bytes | None:
     except (InvalidTag, ValueError):
         return None
     return plain if hashlib.sha256(plain).hexdigest() == digest else None
+
+
+async def kept_body(store: BlobStore, at: float, sandbox_id: str, digest: str, key: bytes) -> bytes | None:
+    """A body of the log whose bodies are under this key; None where there is none. Raises `Unavailable`."""
+    for place in (body_key(at, sandbox_id, digest), body_key(at, sandbox_id, digest, key)):
+        with contextlib.suppress(NotFound):
+            data = await asyncio.to_thread(decrypt, await store.get(place), key, digest)
+            if data is not None:
+                return data
+    return None

@@ -206,7 +206,7 @@ class Shipper:
         for line in lines:
             entry = parse(line)
             last = entry.type
-            await self._bodies(sandbox_id, entry.time, digests_in(entry.data))
+            await self._bodies(sandbox_id, place.generation, entry.time, digests_in(entry.data))
         key = key_of(self._key, sandbox_id).hex() if self._store is not None else ""
         message = pack(Shipment(incarnation=self._incarnation, key=key), lines)
         await self._bus.append(subject_of(sandbox_id, self._edge, place.generation, self._shards), message)
@@ -224,15 +224,16 @@ class Shipper:
             return False
         return True
 
-    async def _bodies(self, sandbox_id: str, at: float, digests: set[str]) -> None:
+    async def _bodies(self, sandbox_id: str, generation: int, at: float, digests: set[str]) -> None:
         if not digests or self._store is None:
             return
         there = self._put.setdefault(sandbox_id, set())
         for digest in digests - there:
             data = self._trajectories.store.blob(sandbox_id, digest)
             if data is not None:
-                sealed = await asyncio.to_thread(encrypt, data, key_of(self._key, sandbox_id), digest)
-                await self._store.put(body_key(at, sandbox_id, digest), sealed)
+                key = key_of(self._key, sandbox_id)
+                sealed = await asyncio.to_thread(encrypt, data, key, digest)
+                await self._store.put(body_key(at, sandbox_id, digest, key if generation else b""), sealed)
             there.add(digest)
 
     def _forget_ended(self, sandbox_id: str) -> None:
