@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -48,6 +49,11 @@ class Asker:
     async def end_one(self) -> None:
         assert not await AsyncSandbox.kill_many([self.made.pop()], client=self.client)
 
+    async def end_all(self) -> None:
+        """What is left takes no room from the tests to come."""
+        await AsyncSandbox.kill_many(self.made, client=self.client)
+        await self.client.close()
+
 
 async def until(holds: Callable[[], bool], what: str) -> None:
     began = time.monotonic()
@@ -82,19 +88,37 @@ async def test_a_burst_starves_nobody_and_weights_count(place: ClusterPlace) -> 
             assert len(burst.refused) == 40 * ROOM - ROOM - len(burst.made)
         finally:
             for each in askers:
-                await each.client.close()
+                await each.end_all()
+
+
+async def all_room_is_free(place: ClusterPlace) -> None:
+    """As the apiserver itself has heard it: where nodes are full as far as it knows, it sends them nothing."""
+    headers = {"authorization": f"Bearer {place.key}"}
+    began = time.monotonic()
+    async with aiohttp.ClientSession(headers=headers) as session:
+        while True:
+            async with session.get(f"{place.apis[0]}/v1/nodes") as answer:
+                nodes = (await answer.json())["nodes"]
+            said = [(node["health"], node["live"], node["memory_committed_bytes"]) for node in nodes]
+            if said == [("well", 0, 0)] * EDGES:
+                return
+            assert time.monotonic() - began < 60, said
+            await asyncio.sleep(0.1)
 
 
 async def test_nobody_waits_for_a_node_that_doesnt_answer(place: ClusterPlace) -> None:
     """15 s after the deadline a creation is told as unknown, of a batch each that isn't told; its key leads to what was
     made in the end."""
     small = {"memory_bytes": 64 << 20}
+    # A batch is on record before it is placed, which takes a while on a busy machine.
+    deadline_s = WatchPolicy().silent_s
     specs = [SandboxSpec(environment="debian", name=name, **small) for name in (None, None, None, "named")]
     async with AsyncClient(place.apis[0], place.key, retry_s=0.1) as client:
 
         async def many() -> list[CreateResult[AsyncSandbox]]:
-            return [each async for each in client.create_many(specs, key="late", deadline_s=1.0)]
+            return [each async for each in client.create_many(specs, key="late", deadline_s=deadline_s)]
 
+        await all_room_is_free(place)
         # What it is asked while it stands still it sends on when it goes on: to nodes whose silence begins anew then,
         # so that they don't count as silent yet, however long this took on a busy machine.
         api = place.api_pids[0]
@@ -102,7 +126,7 @@ async def test_nobody_waits_for_a_node_that_doesnt_answer(place: ClusterPlace) -
         try:
             place.edges.send_signal(signal.SIGSTOP)
             async with asyncio.timeout(120):
-                single = asyncio.create_task(client.create("debian", deadline_s=1.0, **small))
+                single = asyncio.create_task(client.create("debian", deadline_s=deadline_s, **small))
                 others = asyncio.create_task(many())
                 await asyncio.sleep(WatchPolicy().silent_s + 2.0)
                 os.kill(api, signal.SIGCONT)
