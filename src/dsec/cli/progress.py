@@ -20,6 +20,26 @@ _LINE_S = 15.0
 _LOOK_BACK_S = 60.0
 
 
+class _Line:
+    """The one that is written again and again, on stderr."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def write(self, text: str) -> None:
+        """In the place of what stands there."""
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def clear(self) -> None:
+        """Take it away. Idempotent."""
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+            self._width = 0
+
+
 class Progress:
     """Counts; shows itself on stderr where that is a terminal and `quiet` isn't set."""
 
@@ -33,7 +53,7 @@ class Progress:
         """Somebody looks on."""
         self._began = time.monotonic()
         self._shown_at = self._began
-        self._width = 0
+        self._line = _Line()
 
     def begin(self) -> None:
         """Time counts from here: there is a connection."""
@@ -57,7 +77,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Something was left out, or is otherwise to be known."""
         self.notes.append(text)
-        self._clear()
+        self._line.clear()
         print(f"dsec: {text}", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
@@ -67,7 +87,7 @@ class Progress:
 
     def end(self) -> None:
         """Take the line away."""
-        self._clear()
+        self._line.clear()
         self.live = False
 
     def _show(self) -> None:
@@ -79,15 +99,7 @@ class Progress:
         text += f"  {readable(int(rate))}/s"
         if self.total_bytes and rate and self.bytes < self.total_bytes:
             text += f"  {age((self.total_bytes - self.bytes) / rate)} left"
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
-
-    def _clear(self) -> None:
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
-            self._width = 0
+        self._line.write(text)
 
 
 class Virtual:
@@ -102,15 +114,13 @@ class Virtual:
         self._marks: deque[tuple[float, float]] = deque([(self._began, 0.0)], maxlen=round(_LOOK_BACK_S / _EVERY_S))
         """(monotonic, virtual): the work of a virtual second grows as the cluster fills, so only the last ones tell
         how long the others will take."""
-        self._width = 0
+        self._line = _Line()
 
     def __enter__(self) -> Virtual:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
+        self._line.clear()
 
     def at(self, virtual_s: float, live: int) -> None:
         """It is `virtual_s` there; so many sandboxes are live."""
@@ -123,11 +133,9 @@ class Virtual:
         before, from_s = self._marks[0]
         text = span(self._label, virtual_s, self._total_s, (virtual_s - from_s) / max(now - before, 1e-6), live)
         if self._live:
-            sys.stderr.write("\r" + text.ljust(self._width))
-            self._width = max(self._width, len(text))
+            self._line.write(text)
         else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+            print(text, file=sys.stderr, flush=True)
 
 
 def span(label: str, virtual_s: float, total_s: float, rate: float, live: int) -> str:
@@ -145,15 +153,13 @@ class Steps:
         self._live = sys.stderr.isatty()
         self._running: dict[str, _Running] = {}
         self._shown_at = 0.0
-        self._width = 0
+        self._line = _Line()
 
     def __enter__(self) -> Steps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
+        self._line.clear()
 
     def show(self, step: str, done: int, total: int) -> None:
         """`done` of `total` bytes; a total of 0 is unknown."""
@@ -167,9 +173,7 @@ class Steps:
             return
         self._shown_at = now
         text = printable(self.text(step, now))[: shutil.get_terminal_size().columns - 1]
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
+        self._line.write(text)
 
     def text(self, latest: str, now: float) -> str:
         """What goes on; what has ended, or wasn't heard of for long, is forgotten unless it is the latest."""
