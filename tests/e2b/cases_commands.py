@@ -150,11 +150,15 @@ def case_list_and_connect(box):
 
 def case_connect_after_much_output(box):
     handle = box.commands.run(
-        "head -c 400000 /dev/zero | tr '\\0' x; touch /tmp/mark; sleep 1; echo; echo last", background=True
+        "head -c 400000 /dev/zero | tr '\\0' x; touch /tmp/mark; "
+        "until test -e /tmp/go; do sleep 0.1; done; echo; echo last",
+        background=True,
     )
     handle.disconnect()
     until(lambda: box.files.exists("/tmp/mark"), "the output")
-    assert box.commands.connect(handle.pid).wait().stdout.endswith("last\n")
+    again = box.commands.connect(handle.pid)
+    box.files.write("/tmp/go", "")
+    assert again.wait().stdout.endswith("last\n")
 
 
 def case_two_readers(box):
