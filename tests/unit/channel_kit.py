@@ -69,6 +69,6 @@ async def collect(operation: GuestOperation, out: int = 0, err: int = 0) -> tupl
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the condition is somebody else's state
             await asyncio.sleep(0.001)

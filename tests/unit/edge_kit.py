@@ -16,6 +16,8 @@ from dsec.ports import Backend, Clock
 from dsec.spec.sandbox import ExecStatus, SandboxSpec
 
 GIB = 1 << 30
+PATIENCE_S = 120.0
+"""For what comes at once on a machine that does nothing else."""
 
 
 class Room:
@@ -84,7 +86,7 @@ async def finish(execution: Execution, stdout_from: int = 0) -> tuple[bytes, byt
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that is about to happen; the test's own timeout is the bound."""
-    async with asyncio.timeout(20):
+    """Wait for something that is about to happen, bounded."""
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  what it looks at belongs to others
             await asyncio.sleep(0.002)

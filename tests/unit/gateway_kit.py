@@ -91,7 +91,7 @@ class Front:
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(data)
         try:
-            return await asyncio.wait_for(reader.read(), 20)
+            return await asyncio.wait_for(reader.read(), 120)
         finally:
             writer.close()
 

@@ -132,7 +132,7 @@ def push_index(url: str, name: str, tag: str, images: dict[str, TinyImage]) -> b
 
 def _call(method: str, url: str, data: bytes | None = None, kind: str = "") -> Any:
     request = urllib.request.Request(url, data=data, method=method, headers={"Content-Type": kind} if kind else {})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         answer.read()
         return answer
 

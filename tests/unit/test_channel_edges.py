@@ -86,13 +86,14 @@ async def test_an_edge_killed_at_every_frame_boundary_loses_and_repeats_nothing(
 
 async def test_a_new_edge_gives_all_output_from_spool_and_guest_together(bench: Bench) -> None:
     channel = await bench.edge()
-    operation = await channel.start(command("sh", "-c", "seq 1 100000; sleep 0.2; echo end", key=b"k"))
+    operation = await channel.start(command("sh", "-c", "seq 1 100000; cat; echo end", key=b"k", flags=ExecFlag.STDIN))
     await until(lambda: len(bench.spooled()) > 0)
     await channel.close()
     with pytest.raises(Unavailable):
         await collect(operation)
     again = (await bench.edge()).find(b"k")
     assert again is not None
+    await again.close_stdin()
     assert (await collect(again))[0] == SEQ + b"end\n"
 
 
@@ -144,9 +145,9 @@ async def test_an_unkeyed_command_of_an_earlier_edge_runs_to_its_end_and_is_forg
     channel = await bench.edge()
     operation = await channel.start(command("sh", "-c", "sleep 0.05; seq 1 100000"))
     await operation.started()
+    inside = bench.guest.operations[operation.op]
     await channel.close()
     await bench.edge()
-    inside = bench.guest.operations[operation.op]
     await until(lambda: not bench.guest.operations)
     assert inside.finished is not None
     assert inside.finished.stdout_bytes == len(SEQ)

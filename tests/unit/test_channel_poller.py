@@ -29,7 +29,7 @@ async def test_each_handler_hears_of_its_own_and_nothing_is_left() -> None:
         watch.add(ours.fileno(), lambda number=number: taken(number))  # type: ignore[misc]
     for number in range(0, 100, 2):
         pairs[number][1].send(b"%d" % number)
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), 120)
     assert heard == {number: b"%d" % number for number in range(0, 100, 2)}
     for ours, theirs in pairs:
         watch.remove(ours.fileno())
@@ -65,7 +65,7 @@ async def test_a_closed_other_end_is_readiness() -> None:
     closed = asyncio.Event()
     watch.add(ours.fileno(), closed.set)
     theirs.close()
-    await asyncio.wait_for(closed.wait(), 10)
+    await asyncio.wait_for(closed.wait(), 120)
     watch.remove(ours.fileno())
     ours.close()
 

@@ -77,7 +77,7 @@ async def test_a_start_that_fails_names_what_is_wrong(edge: Edge, box: str) -> N
 
 
 async def test_timeout_and_output_limit(edge: Edge, box: str) -> None:
-    out, _, status = await run(edge, box, "sh", "-c", "echo before; sleep 100", command_timeout_s=0.05)
+    out, _, status = await run(edge, box, "sh", "-c", "echo before; sleep 100", command_timeout_s=0.5)
     assert out == b"before\n"
     assert (status.cause, status.exit_code, status.signal) == (Cause.COMMAND_TIMEOUT, 137, 9)
     out, _, status = await run(edge, box, "yes", output_bytes=100_000)
@@ -86,7 +86,7 @@ async def test_timeout_and_output_limit(edge: Edge, box: str) -> None:
 
 
 async def test_a_sandboxs_defaults_bound_its_commands(edge: Edge) -> None:
-    made = await edge.create(spec(command_timeout_s=0.05, output_bytes=10), project="p")
+    made = await edge.create(spec(command_timeout_s=0.5, output_bytes=10), project="p")
     assert (await run(edge, made.sandbox.id, "sleep", "100"))[2].cause is Cause.COMMAND_TIMEOUT
     assert (await run(edge, made.sandbox.id, "echo", "x" * 100))[2].cause is Cause.OUTPUT_LIMIT
 

@@ -80,11 +80,11 @@ async def test_an_ended_sandbox_is_freed_at_once(kit: Kit, argv: list[str], key:
                     assert (await finish(execution))[0] == b"hi\n"
                 del execution
             await edge.delete(box)
-            await asyncio.sleep(0.01)
-            left = [each for each in gc.get_objects() if isinstance(each, kinds) and id(each) not in before]
+            await until(
+                lambda: not any(isinstance(each, kinds) and id(each) not in before for each in gc.get_objects())
+            )
         finally:
             gc.enable()
-        assert left == []
 
 
 async def test_calls_on_an_ended_sandbox_say_why(kit: Kit) -> None:
@@ -177,10 +177,11 @@ async def test_a_creation_that_hangs_is_given_up(kit: Kit) -> None:
 
 async def test_a_caller_that_goes_away_stops_no_creation(kit: Kit) -> None:
     async with kit.edge() as edge:
-        kit.host.create_delay_s = 0.02
+        kit.host.go_on = asyncio.Event()
         caller = asyncio.ensure_future(make(edge))
         await until(lambda: edge.node().starting == 1)
         caller.cancel()
+        kit.host.go_on.set()
         await until(lambda: edge.node().starting == 0)
         page = await edge.list_sandboxes("p")
         assert [info.state for info in page.sandboxes] == [State.RUNNING]
@@ -188,15 +189,17 @@ async def test_a_caller_that_goes_away_stops_no_creation(kit: Kit) -> None:
 
 async def test_deleted_while_it_starts(kit: Kit) -> None:
     async with kit.edge() as edge:
-        kit.host.create_delay_s = 0.02
+        kit.host.go_on = asyncio.Event()
         caller = asyncio.ensure_future(make(edge))
         await until(lambda: edge.node().starting == 1)
         (info,) = (await edge.list_sandboxes("p")).sandboxes
         assert info.state is State.STARTING
         with pytest.raises(Unavailable):
             await edge.exec(info.id, ExecSpec(argv=["true"]))
-        ended = await edge.delete(info.id)
-        assert ended.cause is Cause.DELETED
+        deleting = asyncio.ensure_future(edge.delete(info.id))
+        await asyncio.sleep(0)
+        kit.host.go_on.set()
+        assert (await deleting).cause is Cause.DELETED
         with pytest.raises(SandboxEnded):
             await caller
         assert not kit.left()

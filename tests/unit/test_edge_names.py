@@ -105,10 +105,11 @@ async def test_a_shared_creation_that_fails_fails_for_all_and_frees_the_name(kit
 
 async def test_one_of_several_callers_that_goes_away_takes_nothing_from_the_others(kit: Kit) -> None:
     async with kit.edge() as edge:
-        kit.host.create_delay_s = 0.02
+        kit.host.go_on = asyncio.Event()
         callers = [asyncio.ensure_future(edge.create(spec(name="n"), project="p")) for _ in range(3)]
         await until(lambda: edge.node().starting == 1)
         callers[0].cancel()
+        kit.host.go_on.set()
         assert (await callers[1]).sandbox.id == (await callers[2]).sandbox.id
 
 

@@ -89,6 +89,22 @@ async def test_a_clock_that_jumps_lapses_nothing(kit: Kit, clock: FakeClock) -> 
         await until(lambda: edge.get(mine).state is State.PAUSED)
 
 
+async def test_a_renewal_that_waits_while_the_server_stands_still_counts(kit: Kit, clock: FakeClock) -> None:
+    """Both stood still, or it alone: what came meanwhile is read after the timers have run."""
+    async with kit.edge() as edge:
+        edge.open_run("p", asked())
+        mine = await make(edge, run="r")
+        await clock.advance(6)
+        await clock.stall(7)
+        assert edge.get(mine).state is State.RUNNING
+        assert not edge.renew_run("p", "r", 1).lapsed
+        await clock.advance(9)
+        assert edge.get(mine).state is State.RUNNING, "it is whole"
+        await clock.stall(4)
+        await clock.advance(3.1)
+        await until(lambda: edge.get(mine).state is State.PAUSED)
+
+
 async def test_an_older_epoch_is_fenced_off(kit: Kit) -> None:
     async with kit.edge() as edge:
         assert edge.open_run("p", asked()).epoch == 1

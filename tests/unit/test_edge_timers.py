@@ -23,6 +23,6 @@ async def test_it_ends_whenever_it_is_told_to(turns: int) -> None:
     timers.set(("soon", ""), clock.monotonic() + 1800.0)
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await tasks.close()
     assert seen == []

@@ -158,7 +158,7 @@ async def test_following_it(edge: Edge, box: str) -> None:
     await run(edge, box, "true")
     await until(lambda: len(seen) == 2)
     await edge.delete(box)
-    await asyncio.wait_for(reader, 20)
+    await asyncio.wait_for(reader, 120)
     assert [*edge.trajectory(box)][1:] == seen
 
 
@@ -300,9 +300,12 @@ async def test_what_cannot_be_written_down_is_not_done(edge: Edge, box: str) -> 
 
 
 async def test_a_result_that_cannot_be_written_down_is_not_told_and_not_lost(edge: Edge, box: str) -> None:
-    command = await edge.exec(box, ExecSpec(argv=["sh", "-c", "sleep 0.1; echo kept"], key="k"))
-    with full_disk(edge), pytest.raises(Unavailable):
-        await finish(command)
+    command = await edge.exec(box, ExecSpec(argv=["cat"], stdin=True, key="k"))
+    await command.write_stdin(b"kept\n")
+    with full_disk(edge):
+        await command.close_stdin()
+        with pytest.raises(Unavailable):
+            await finish(command)
     assert (await finish(await edge.attach(box, "k")))[0] == b"kept\n"
     assert len(of(chain(edge, box), EntryType.RESULT)) == 1
 

@@ -29,7 +29,7 @@ class Plain:
         self.clients = [socket.socket() for _ in range(ACCEPTS_A_TURN * 2)]
         self.asker = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.asker.connect(self.udp_address)
-        self.asker.settimeout(30)
+        self.asker.settimeout(120)
 
     def serve(self) -> NetworkSockets:
         network = NetworkSockets("s1", (self.tcp, self.udp), self._connected, self._query)
@@ -61,7 +61,7 @@ def plain() -> Iterator[Plain]:
 
 
 async def until(what: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 60
+    deadline = asyncio.get_running_loop().time() + 120
     while not what():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0)

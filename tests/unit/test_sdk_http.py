@@ -63,7 +63,7 @@ async def pool_of(server: Server) -> AsyncIterator[Pool]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     pool = Pool(URL(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"))
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             yield pool
     finally:
         await pool.close()

@@ -70,7 +70,7 @@ async def pool_of(certificate: Path, *, cut: bool = False, pinned: str = "") -> 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     pool = Pool(URL(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}/"), certificate=pinned)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             yield pool
     finally:
         await pool.close()

@@ -199,7 +199,7 @@ async def test_what_was_synced_survives_a_power_loss(
     monkeypatch.setattr(trajectory, "HELD_BYTES", rng.choice([0, 2000]))
     root = tmp_path / "t"
     store = await filled(root, 30)
-    await asyncio.wait_for(store.synced(), 20)
+    await asyncio.wait_for(store.synced(), 120)
     promised = {sandbox: len(lines(store, sandbox)) for sandbox in (A, B)}
     synced = (root / "sync.1").stat().st_size
     for n in range(20):
@@ -246,7 +246,7 @@ async def test_synced_files_need_no_sync_file(tmp_path: Path, monkeypatch: pytes
     root = tmp_path / "t"
     store = await filled(root, 20)
     first = {path.name for path in root.glob("sync.*")}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while {path.name for path in root.glob("sync.*")} & first:
             await store.synced()
             await asyncio.sleep(0.01)
@@ -270,7 +270,7 @@ async def test_a_sync_file_of_an_earlier_version_makes_no_logs(tmp_path: Path) -
 
 async def test_a_write_is_on_disk_soon_without_being_asked(tmp_path: Path) -> None:
     store = await filled(tmp_path / "t", sync_s=0.05)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while store._unsynced or store._syncing is not None:  # noqa: ASYNC110  the store's own business
             await asyncio.sleep(0.005)
     await store.close()

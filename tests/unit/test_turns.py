@@ -110,4 +110,4 @@ async def test_no_place_is_lost(seed: int) -> None:
     assert all(each is None or isinstance(each, asyncio.CancelledError | TimeoutError) for each in ended)
     assert (running, most) == (0, 3)
     for _ in range(3):  # all places can be had again
-        await asyncio.wait_for(slots.turn(("after", 0)).__aenter__(), 1)
+        await asyncio.wait_for(slots.turn(("after", 0)).__aenter__(), 120)

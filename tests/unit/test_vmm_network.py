@@ -114,7 +114,7 @@ async def way(guest: Guest, edge: Edge, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
 
 async def settled(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 (of two sides that know no events of ours)
             await asyncio.sleep(0.001)
 

@@ -70,7 +70,7 @@ async def test_it_is_begun_again_ever_more_slowly_and_each_time_that_is_told() -
     listener, told = Listener(guest), list[str]()
     listener.standing.start(told.append)
     await listener.standing.ready()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(told) < 5 or guest.released < 5:  # noqa: ASYNC110 (its ends are no events)
             await asyncio.sleep(0.01)
     waits = [after - before for before, after in itertools.pairwise(guest.began_at)]
@@ -114,7 +114,7 @@ async def test_a_guest_that_says_nothing() -> None:
     with pytest.raises(Unavailable, match="does not say a word"):
         await listener.standing.ready(0.05)
     listener.standing.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not guest.released:  # noqa: ASYNC110 (as above)
             await asyncio.sleep(0.01)
     assert listener.open == 0

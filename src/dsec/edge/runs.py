@@ -6,7 +6,8 @@ Owns the runs of a node. Invariants:
   (`RunFenced`). Any number of clients share the current one.
 - A lease lapses once: a renewal that comes first moves it, one that comes later makes a lapsed run go on. Nothing is
   applied twice.
-- While the server was away nobody could renew: after a restart every lease is whole again.
+- While the server was away nobody could renew: after a restart every lease is whole again. While it stood still nobody
+  was heard: a lease that is found to have ended in that time gets as much time again, for what waits to be read.
 - Sandboxes that are still being made when the lease lapses meet the same policy as soon as they run.
 """
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _A_TURN = 16
 """Sandboxes that a lapse reaches in one turn of the event loop."""
+_STOOD_STILL_S = 0.5
+"""Later than this no timer is, but where the process or its machine stood still."""
 
 
 class Runs:
@@ -46,6 +49,7 @@ class Runs:
         self._clock = clock
         self._tasks = tasks
         self._timers = Timers(clock, tasks, self._lapse)
+        self._due: dict[Due, float] = {}
         self._runs = store.all()
 
     def start(self) -> None:
@@ -54,7 +58,7 @@ class Runs:
         for (project, name), run in self._runs.items():
             if not run.lapsed:
                 self._set(project, leases.renewed(run, self._clock.now()))
-                self._timers.set((project, name), self._clock.monotonic() + run.lease_s)
+                self._lapses_in((project, name), run.lease_s)
 
     def open(self, project: str, asked: RunRequest) -> RunInfo:
         """A new epoch of the run begins, its first one where there is no such run."""
@@ -90,8 +94,12 @@ class Runs:
 
     def _renewed(self, project: str, run: RunInfo) -> RunInfo:
         self._set(project, run)
-        self._timers.set((project, run.name), self._clock.monotonic() + run.lease_s)
+        self._lapses_in((project, run.name), run.lease_s)
         return run
+
+    def _lapses_in(self, key: Due, seconds: float) -> None:
+        due = self._due[key] = self._clock.monotonic() + seconds
+        self._timers.set(key, due)
 
     def _set(self, project: str, run: RunInfo) -> None:
         self._store.put(project, run)
@@ -100,6 +108,11 @@ class Runs:
     def _lapse(self, key: Due) -> None:
         project, name = key
         run = self._runs[key]
+        late_s = self._clock.monotonic() - self._due[key]
+        if late_s > _STOOD_STILL_S:
+            log.warning("the server stood still for %.1f s: the lease of the run %s goes on", late_s, name)
+            self._lapses_in(key, min(late_s, run.lease_s))
+            return
         self._set(project, leases.lapsed(run))
         log.info("the lease of the run %s lapsed: %s", name, run.on_lapse)
         if run.on_lapse == "keep":

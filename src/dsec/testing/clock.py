@@ -28,7 +28,9 @@ class FakeClock:
         await waiter
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass: sleepers wake in the order of their times, each before time goes on."""
+        """Let time pass: sleepers wake in the order of their times, each before time goes on; first whoever is about to
+        sleep does."""
+        await self.settle()
         target = self._now + seconds
         while self._sleepers and self._sleepers[0][0] <= target:
             at, _, waiter = heapq.heappop(self._sleepers)
@@ -38,6 +40,11 @@ class FakeClock:
             await self.settle()
         self._now = target
         await self.settle()
+
+    async def stall(self, seconds: float) -> None:
+        """The machine stands still: time passes, and whoever was due meanwhile wakes when it is over."""
+        self._now += seconds
+        await self.advance(0.0)
 
     def jump(self, seconds: float) -> None:
         """Somebody sets the wall clock."""

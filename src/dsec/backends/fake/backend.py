@@ -33,6 +33,8 @@ class FakeHost:
         self.spool_root = spool_root
         self.guests: dict[str, FakeGuest] = {}
         self.create_delay_s = 0.0
+        self.go_on: asyncio.Event | None = None
+        """What creations wait for, besides."""
         self._failures: list[str] = []
 
     def fail_next_create(self, step: str) -> None:
@@ -171,6 +173,8 @@ class FakeBackend:
         if sandbox_id in self.host.guests:
             raise CreateFailed(f"sandbox {sandbox_id} exists")
         await asyncio.sleep(self.host.create_delay_s)
+        if self.host.go_on is not None:
+            await self.host.go_on.wait()
         step = self.host.take_failure()
         if step is not None:
             raise CreateFailed(f"create failed at {step}", step=step)
