@@ -12,7 +12,7 @@ import traceback
 
 from e2b import AsyncSandbox, Sandbox
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def until(condition, what):

@@ -90,14 +90,20 @@ async def case_kill_list_connect(box):
 
 
 async def case_cancelled_commands_go_on(box):
-    task = asyncio.create_task(box.commands.run("sleep 1; touch /tmp/went-on"))
-    await asyncio.sleep(0.4)
+    work = "touch /tmp/began; until test -e /tmp/go; do sleep 0.1; done; touch /tmp/went-on"
+    task = asyncio.create_task(box.commands.run(work))
+    await _appears(box, "/tmp/began")
     task.cancel()
     await asyncio.wait([task])
+    await box.files.write("/tmp/go", "")
+    await _appears(box, "/tmp/went-on")
+
+
+async def _appears(box, path):
     deadline = time.monotonic() + PATIENCE_S
-    while not await box.files.exists("/tmp/went-on"):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    while not await box.files.exists(path):
+        assert time.monotonic() < deadline, path
+        await asyncio.sleep(0.05)
 
 
 async def case_many_at_once(box):

@@ -8,7 +8,7 @@ import inspect
 import os
 import uuid
 
-from case_kit import raises, run, until
+from case_kit import PATIENCE_S, raises, run, until
 
 from e2b import (
     AuthenticationException,
@@ -59,7 +59,7 @@ def case_create_with_options(_):
 def ask(box, port, **headers):
     """Status and body of a request to a port, by the host name that the client says (of which no DNS knows here)."""
     server = os.environ["E2B_SANDBOX_URL"].removeprefix("http://")
-    connection = http.client.HTTPConnection(server, timeout=30)
+    connection = http.client.HTTPConnection(server, timeout=PATIENCE_S)
     connection.request("GET", "/etc/hostname", headers={"Host": box.get_host(port), **headers})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()

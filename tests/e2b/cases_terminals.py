@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 from case_kit import PATIENCE_S, raises, raises_async, run, until, until_async
 
@@ -70,8 +69,7 @@ def case_watch_what_goes_away(box):
     until(lambda: has("\ufffd"), "a name that is not text")
     box.files.remove("/tmp/w")
     until(lambda: has("below"), "the removal")
-    time.sleep(0.2)
-    watch.get_new_events()
+    until(lambda: has(""), "its own removal, the last event")
     assert watch.get_new_events() == []
     watch.stop()
 
@@ -105,8 +103,8 @@ def case_pty(box):
     box.pty.resize(terminal.pid, PtySize(rows=40, cols=120))
     box.pty.send_stdin(terminal.pid, b"stty size\n")
     until(lambda: b"40 120" in seen, "the new size")
-    box.pty.send_stdin(terminal.pid, b"sleep 1000\n")
-    time.sleep(0.3)
+    box.pty.send_stdin(terminal.pid, b"sh -c 'echo run\"\"ning; exec sleep 1000'\n")
+    until(lambda: b"running" in seen, "a program in the foreground")
     box.pty.send_stdin(terminal.pid, b"\x03")
     box.pty.send_stdin(terminal.pid, b"echo interr''upted\n")
     until(lambda: b"interrupted" in seen, "an interrupt")
