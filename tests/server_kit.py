@@ -21,7 +21,7 @@ from dsec.kernel import census
 from dsec.sdk._config import FILE_NAME, Endpoint
 from free_port import free_port
 
-PATIENCE_S = 60.0
+PATIENCE_S = 140.0
 SOURCES = Path(__file__).parent.parent / "src"
 
 

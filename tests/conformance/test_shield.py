@@ -258,7 +258,7 @@ async def test_a_kernel_that_is_brought_down_costs_its_machine_alone(shielded: S
         await fresh.kill()
 
 
-READ = "import socket,sys;s=socket.create_connection((sys.argv[1],int(sys.argv[2])),20);print(s.recv(100).decode())"
+READ = "import socket,sys;s=socket.create_connection((sys.argv[1],int(sys.argv[2])),120);print(s.recv(100).decode())"
 
 
 async def test_its_sandboxes_reach_by_name_what_is_outside(shielded: Shielded, outside: tuple[str, int]) -> None:

@@ -145,7 +145,9 @@ async def appears(runtime: RemoteRuntime, path: str) -> None:
 async def timeout_and_interrupt(runtime: RemoteRuntime) -> None:
     await opened(runtime)
     with pytest.raises(CommandTimeoutError):
-        await runtime.run_in_session(BashAction(command="echo begun; touch /tmp/begun; sleep 1000; echo next", timeout=0.5))
+        await runtime.run_in_session(
+            BashAction(command="echo begun; touch /tmp/begun; sleep 1000; echo next", timeout=0.5)
+        )
     await appears(runtime, "/tmp/begun")
     with pytest.raises(SwerexException, match="interrupt it first"):
         await runtime.run_in_session(BashAction(command="echo no"))
@@ -214,7 +216,9 @@ async def shell_that_exits(runtime: RemoteRuntime) -> None:
 @case
 async def startup_source(runtime: RemoteRuntime) -> None:
     await runtime.write_file(WriteFileRequest(path="/tmp/rc", content="PS1='mine> '\nexport FROM_RC=1\necho sourced\n"))
-    response = await runtime.create_session(CreateBashSessionRequest(startup_source=["/tmp/rc"], startup_timeout=ANSWER_S))
+    response = await runtime.create_session(
+        CreateBashSessionRequest(startup_source=["/tmp/rc"], startup_timeout=ANSWER_S)
+    )
     assert "sourced" in response.output
     assert (await runtime.run_in_session(BashAction(command="echo $FROM_RC"))).output == "1\n"
 

@@ -22,7 +22,7 @@ from dsec.spec.sandbox import SandboxSpec
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 ENV = (b"PATH=/usr/local/bin:/usr/bin:/bin",)
 
 

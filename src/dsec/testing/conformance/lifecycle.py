@@ -11,7 +11,18 @@ from dsec.channel import files
 from dsec.errors import CreateFailed, EnvironmentNotFound, OutcomeUnknown, Unsupported
 from dsec.ports import Backend, InstanceEnd
 from dsec.spec.causes import Cause
-from dsec.testing.conformance.kit import Factory, Feature, Sandboxes, collect, needs, ok, request, run, until
+from dsec.testing.conformance.kit import (
+    PATIENCE_S,
+    Factory,
+    Feature,
+    Sandboxes,
+    collect,
+    needs,
+    ok,
+    request,
+    run,
+    until,
+)
 
 KILLED_FROM_OUTSIDE = {Cause.GUEST_EXITED, Cause.PLATFORM_KILLED}
 """A backend that can tell says that it was no doing of the sandbox's."""
@@ -52,7 +63,7 @@ class TestLifecycle:
         await operation.started()
         reader = asyncio.create_task(collect(operation))
         await sandboxes.destroy(instance.sandbox_id)
-        done, _ = await asyncio.wait([reader], timeout=60)
+        done, _ = await asyncio.wait([reader], timeout=PATIENCE_S)
         assert done
         assert reader.exception() is not None or reader.result().end is not None
 
@@ -85,7 +96,7 @@ class TestLifecycle:
         operation = await instance.channel.start(request("sleep", "1000"))
         await operation.started()
         await factory.kill_guest(instance.sandbox_id)
-        for end in await asyncio.wait_for(asyncio.gather(*ended), 60):
+        for end in await asyncio.wait_for(asyncio.gather(*ended), PATIENCE_S):
             assert end.cause in KILLED_FROM_OUTSIDE
         with pytest.raises(OutcomeUnknown):
             await collect(operation)
@@ -190,7 +201,7 @@ class TestAdoption:
         await sandboxes.next_edge()
         ended = asyncio.ensure_future(sandboxes.instances[instance.sandbox_id].ended())
         await factory.kill_guest(instance.sandbox_id)
-        assert (await asyncio.wait_for(ended, 60)).cause in KILLED_FROM_OUTSIDE
+        assert (await asyncio.wait_for(ended, PATIENCE_S)).cause in KILLED_FROM_OUTSIDE
 
     async def test_an_adopted_one_can_be_destroyed(self, sandboxes: Sandboxes) -> None:
         instance = await sandboxes.create()
