@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -184,6 +185,26 @@ async def test_a_connection_whose_answer_nobody_waited_for_is_not_used_again() -
 async def test_where_nobody_listens_nothing_was_sent() -> None:
     with pytest.raises(ConnectFailed):
         await _read(Pool(URL(f"http://127.0.0.1:{free_port()}/")))
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_who_connects_while_the_pool_is_closed_keeps_nobody(steps: int) -> None:
+    """At whatever step of the event loop that is: a connection that nobody closes any more kept `close` for ever."""
+    server = Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nbegun")
+    async with pool_of(server) as pool:
+        reading = await pool.ask(b"GET / HTTP/1.1\r\n\r\n")
+        assert await reading.read_some() == b"begun"
+        connecting = asyncio.create_task(pool.ask(b"GET / HTTP/1.1\r\n\r\n"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await asyncio.gather(pool.close(), pool.close())
+        with pytest.raises(ConnectionError):
+            await reading.read_some()
+        with contextlib.suppress(ConnectionError):  # else it had its answer before
+            (await connecting).close()
+        with pytest.raises(ConnectFailed, match="closed here"):
+            await pool.ask(b"GET / HTTP/1.1\r\n\r\n")
+        await pool.close()
 
 
 async def test_a_redirect_is_no_success_and_is_not_followed() -> None:

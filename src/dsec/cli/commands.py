@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import click
@@ -202,12 +202,13 @@ class _Feeder:
         except (OSError, RuntimeError, DsecError, concurrent.futures.CancelledError):
             return  # the command or the loop has ended: nobody reads on
 
-    def _do(self, work: Awaitable[None]) -> None:
-        asyncio.run_coroutine_threadsafe(_awaited(work), self._loop).result()
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()  # else Python complains of it, on stderr
+            raise
+        done.result()
 
 
 COMMANDS: tuple[click.Command, ...] = (run, execute)

@@ -6,7 +6,7 @@ aiohttp. Pure Python over asyncio's transports, TLS included, so that it runs wh
 
 Invariants: a connection carries one exchange at a time, and is used again only after an answer that was whole, and
 behind which nothing came; what breaks raises `ConnectionError`; an answer that nobody reads stops the sender, at
-`_HIGH` bytes.
+`_HIGH` bytes; the pool knows a connection from its begin to its end, and a closed one lets none begin.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class _Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             keep_alive(sock, self._pool.silence_s)
+        self._pool.meet(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -345,6 +346,8 @@ class Pool:
     async def ask(self, request: bytes) -> Answer:
         """Send a whole request and wait for the answer's begin. Raises `ConnectFailed`, `ConnectionError`."""
         connection = self._take() or await self._connect()
+        if self.closed:
+            raise ConnectFailed("the connections to the server were closed here")
         if not connection.usable:
             raise ConnectFailed("the server closed the connection at once")
         try:
@@ -352,6 +355,12 @@ class Pool:
         except asyncio.CancelledError:
             connection.abort()
             raise
+
+    def meet(self, connection: _Connection) -> None:
+        """It has begun."""
+        self._all.add(connection)
+        if self.closed:
+            connection.abort()
 
     def take_back(self, connection: _Connection) -> None:
         """It may be used again."""
@@ -367,13 +376,15 @@ class Pool:
             self._idle.remove(connection)
 
     async def close(self) -> None:
-        """Close all connections; answers that are read still are cut. Idempotent."""
+        """Close all connections; answers that are read still are cut, and whoever connects still is refused.
+        Idempotent."""
         self.closed = True
         for connection in list(self._all):
             connection.abort()
         if self._all:
-            self._gone = asyncio.get_running_loop().create_future()
-            await self._gone
+            if self._gone is None or self._gone.done():
+                self._gone = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._gone)
 
     def _take(self) -> _Connection | None:
         while self._idle:
@@ -397,7 +408,6 @@ class Pool:
         if self._certificate and connection.certificate() != self._certificate:
             connection.abort()
             raise ConnectFailed("the server shows another certificate")
-        self._all.add(connection)
         return connection
 
 
