@@ -236,6 +236,11 @@ class CutProxy:
             writer.transport.abort()
         await self._server.wait_closed()
 
+    def cut(self) -> None:
+        """Every connection, now."""
+        for writer in self._writers:
+            writer.transport.abort()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         left = self.cuts.pop(0) if self.cuts else None

@@ -11,6 +11,7 @@ from api_kit import CutProxy, Served, served
 
 from dsec import AsyncClient, AsyncSandbox
 from dsec.errors import OutcomeUnknown, Unavailable
+from dsec.spec.sandbox import ExecSpec
 
 
 @pytest.fixture
@@ -193,3 +194,48 @@ async def test_the_server_restarts_under_a_command(server: Served, through: Thro
     result = await waiting
     assert (result.exit_code, result.stdout) == (0, "one\ntwo\n")
     assert (await through.box.commands.run("echo back")).stdout == "back\n"
+
+
+RETRY_S = 0.5
+
+
+async def test_a_stream_that_only_ever_begins_ends_with_an_error(server: Served) -> None:
+    async with CutProxy(server.url) as proxy, server.client(proxy.url, retry_s=RETRY_S) as client:
+        box = await client.create("base")
+        await client._transport._disconnect()
+        proxy.answered = 0
+        command = await box.commands.start(["sleep", "1000"])
+        proxy.cuts = [proxy.answered] * 100_000  # what says that it has started comes each time, and nothing else
+        proxy.cut()
+        with pytest.raises(Unavailable, match="could not be made again"):
+            await command.wait(request_timeout_s=60)
+        proxy.cuts = []
+        await command.kill()
+        assert (await command.wait()).signal == 9
+
+
+async def test_a_stream_that_stood_for_long_is_made_again_however_quiet_it_was(server: Served) -> None:
+    async with CutProxy(server.url) as proxy, server.client(proxy.url, retry_s=RETRY_S) as client:
+        box = await client.create("base")
+        command = await box.commands.start(["cat"], stdin=True)
+        result = asyncio.create_task(command.wait())
+        seen: list[str] = []
+
+        async def follow() -> None:
+            async for event in box.events(follow=True):
+                seen.append(event.type)
+
+        following = asyncio.create_task(follow())
+        batch = client.run_many([(box, ExecSpec(argv=["sleep", "1000"], key="k"))])
+        ran = asyncio.ensure_future(anext(batch))
+        for _ in range(2):
+            await asyncio.sleep(2 * RETRY_S)
+            proxy.cut()
+        await (await box.commands.attach("k")).kill()
+        assert (await ran).unwrap().signal == 9
+        await command.write_stdin("on")
+        await command.close_stdin()
+        assert (await result).stdout == "on"
+        await box.kill()
+        await following
+        assert seen[-1] == "ended"

@@ -63,6 +63,32 @@ async def test_many_readers_from_anywhere(bench: Bench) -> None:
     assert [out for out, _, _ in results] == [SEQ[start:] for start in starts]
 
 
+class Clumsy:
+    """Looks on, and fails at whatever it is told."""
+
+    def output(self, stderr: bool, offset: int, data: bytes) -> None:
+        raise ZeroDivisionError
+
+    def stdin(self, data: memoryview) -> None:
+        raise ZeroDivisionError
+
+    def failed(self) -> None:
+        raise ZeroDivisionError
+
+    def ended(self) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_bug_of_who_looks_on_keeps_no_reader_waiting(bench: Bench) -> None:
+    channel = await bench.edge()
+    operation = await channel.start(command("sh", "-c", "echo hi; echo there >&2", key=b"k"))
+    operation.watch(Clumsy())
+    async with asyncio.timeout(30):
+        out, err, end = await collect(operation)
+        assert (out, err, end.kind) == (b"hi\n", b"there\n", EndKind.EXITED)
+        assert (await collect(await channel.start(command("echo", "on"))))[0] == b"on\n"
+
+
 async def test_both_streams_and_non_utf8(bench: Bench) -> None:
     channel = await bench.edge()
     operation = await channel.start(command("sh", "-c", r"printf '\377\000'; printf '\376' >&2"))

@@ -276,9 +276,10 @@ class GuestOperation:
 
     def note_output(self, stderr: bool, data: bytes) -> None:
         stream = self._streams[stderr]
-        if self._tap is not None:
-            self._tap.output(stderr, stream.end, data)
+        at = stream.end
         stream.append(data)
+        if self._tap is not None:
+            self._tap.output(stderr, at, data)
 
     def note_end(self, end: OpEnd, at: float) -> None:
         self._end = end

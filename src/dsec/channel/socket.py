@@ -261,14 +261,19 @@ class SocketChannel:
         operation = self._operations.get(event.op)
         if operation is None:
             return
-        if isinstance(event, Output):
-            operation.note_output(event.stderr, event.data)
-        elif isinstance(event, Started):
-            operation.note_started(event.pid)
-        elif isinstance(event, Ended):
-            operation.note_end(event.end, self._clock.monotonic())
-            self._ended[event.op] = operation
         self._changed[event.op] = operation
+        try:
+            if isinstance(event, Output):
+                operation.note_output(event.stderr, event.data)
+            elif isinstance(event, Started):
+                operation.note_started(event.pid)
+            elif isinstance(event, Ended):
+                self._ended[event.op] = operation
+                operation.note_end(event.end, self._clock.monotonic())
+        except (
+            Exception
+        ):  # a bug of who looks on (`ports.Tap`): no reader waits for that, and no frame behind it is lost
+            log.exception("operation %d: what looks on failed", event.op)
 
     def _take_channel_event(self, event: Known | Synced | Pong | Status) -> None:
         match event:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import TracebackType
@@ -152,6 +153,7 @@ class AsyncCommand:
         self._answer: Answer | None = None
         self._decoder = ServerDecoder()
         self._retry: Retry | None = None
+        self._connected_at = 0.0
         self._stdin_at: int | None = None if body is None else 0
         self._stdin_turn: asyncio.Lock | None = None
 
@@ -283,6 +285,7 @@ class AsyncCommand:
         answer = self._answer
         if answer is None:
             answer = self._answer = await self._connect()
+            self._connected_at = time.monotonic()
             self._decoder = ServerDecoder()
         cut: BaseException | None = None
         data = b""
@@ -296,9 +299,9 @@ class AsyncCommand:
         if not data:
             self._disconnect()
             self._retry = self._retry or Retry(self._transport)
-            await self._retry.wait(cut or ConnectionResetError("the answer was cut"))
+            stood_s = time.monotonic() - self._connected_at
+            await self._retry.wait(cut or ConnectionResetError("the answer was cut"), stood_s=stood_s)
             return
-        self._retry = None
         try:
             frames = self._decoder.feed(data)
         except ProtocolError as error:
@@ -306,6 +309,8 @@ class AsyncCommand:
             raise Unavailable(f"the answer is not that of a dsec server of this version: {error}") from error
         for frame in frames:
             kind, payload = frame
+            if kind is not ServerKind.STARTED:  # that alone is said again by each connection, also by one that is cut
+                self._retry = None
             if kind is ServerKind.STDOUT or kind is ServerKind.STDERR:
                 self._seen[kind is ServerKind.STDERR] += len(payload)
                 self._queue.append(frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ async def _lines(
     while True:
         url = transport.url(path, after=after or None, follow=follow or None)
         response = await transport.open("GET", url, retry=retry)
+        began = time.monotonic()
         cut: BaseException = ConnectionResetError("the answer was cut")
         whole = False
         rest = b""
@@ -54,4 +56,5 @@ async def _lines(
             response.close()
         if whole and not follow:
             return
-        await retry.wait(cut)  # a server that stops ends the answer too: go on with the next one
+        # A server that stops ends the answer too: go on with the next one.
+        await retry.wait(cut, stood_s=time.monotonic() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ async def _lines(
     while missing:
         async with asyncio.timeout_at(until):
             response = await transport.open("POST", url, body=body(missing), headers=_JSON, retry=retry)
+        began = time.monotonic()
         cut: BaseException = ConnectionResetError("the answer was cut")
         rest = b""
         try:
@@ -85,7 +87,7 @@ async def _lines(
         finally:
             response.release()
         if missing:
-            await retry.wait(cut)
+            await retry.wait(cut, stood_s=time.monotonic() - began)
 
 
 async def _read(content: Any, until: float | None) -> bytes:

@@ -238,7 +238,7 @@ class Transport:
         self, attempt: Callable[[], Awaitable[A]], request_id: str, replay: bool, retry: Retry | None
     ) -> A:
         while True:
-            used = self.endpoint.api_key
+            used, began = self.endpoint.api_key, time.monotonic()
             try:
                 answer = await attempt()
             except cut_errors() as error:
@@ -248,7 +248,8 @@ class Transport:
                 if not (replay or connecting):
                     raise _unknown(error, request_id) from error
                 retry = retry or Retry(self)
-                await retry.wait(error, request_id=request_id)
+                stood_s = 0.0 if connecting else time.monotonic() - began
+                await retry.wait(error, stood_s=stood_s, request_id=request_id)
                 continue
             self._reached = True
             if answer.status < 300:
@@ -380,16 +381,26 @@ class Transport:
 
 
 class Retry:
-    """When to try again, and when to give up."""
+    """When to try again, and when to give up: `retry_s` after the first failure. Whoever gets ahead takes a new one."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._until = time.monotonic() + transport.retry_s
+        self._until: float | None = None
         self._delay = _FIRST_DELAY_S
 
-    async def wait(self, error: BaseException, *, at_least_s: float = 0.0, request_id: str | None = None) -> None:
-        """Wait before the next attempt. Raises the error (as `Unavailable`, if it isn't one of ours) when the time is
+    async def wait(
+        self,
+        error: BaseException,
+        *,
+        at_least_s: float = 0.0,
+        stood_s: float = 0.0,
+        request_id: str | None = None,
+    ) -> None:
+        """Wait before the next attempt. `stood_s`: how long the connection stood before it was cut; one that stood for
+        longer than is retried was good. Raises the error (as `Unavailable`, if it isn't one of ours) when the time is
         over."""
+        if self._until is None or stood_s > self._transport.retry_s:
+            self._until, self._delay = time.monotonic() + self._transport.retry_s, _FIRST_DELAY_S
         delay = max(at_least_s, self._delay * random.uniform(0.5, 1.0))
         if time.monotonic() + delay > self._until:
             if isinstance(error, DsecError):
