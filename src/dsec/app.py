@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import resource
+import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from dsec.api.app import Api
 from dsec.api.control import EnvironmentInfo
 from dsec.api.layers import OPERATOR
 from dsec.api.metrics import installed_version
-from dsec.api.serve import ApiServer, Stop
+from dsec.api.serve import ApiServer, Stop, check_address
+from dsec.app_volume import renew_volume
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.container.host import Host
 from dsec.backends.container.jails import ContainerJails
@@ -216,6 +219,7 @@ async def open_edge(
         undo.callback(state.close)
         network = read_network(config.state)
         gateways = await undo.enter_async_context(open_gateways(config.state))
+        await renew_volume(config)
         host = await asyncio.to_thread(open_host, config)
         on_host(host)
         clock = SystemClock()
@@ -314,11 +318,32 @@ def serve(
     check_root()
     make_state(config)
     raise_open_files()
+    return run_server(_serve(config, host, port, keep=on_exit == "keep"))
+
+
+def run_server(main: Coroutine[None, None, int]) -> int:
+    """A server to its end: the exit code. Raises `Unavailable` where its disk refuses what it has to write."""
     try:
-        uvloop.run(_serve(config, host, port, keep=on_exit == "keep"))
+        with disk_refusing():
+            return uvloop.run(main)
     except asyncio.CancelledError:
         return 130  # stopped while it was starting
-    return 0
+
+
+@contextmanager
+def disk_refusing() -> Iterator[None]:
+    """Raises `Unavailable` for an error that says no more than that the state directory's disk is full or broken."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+        codes = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+        if getattr(error, "errno", 0) in numbers or getattr(error, "sqlite_errorcode", 0) & 0xFF in codes:
+            raise Unavailable(
+                f"the server can't write what it must: {error}",
+                remedy="Look at the free space and health of the state directory's disk.",
+            ) from error
+        raise
 
 
 def raise_open_files() -> None:
@@ -329,8 +354,9 @@ def raise_open_files() -> None:
             return
 
 
-async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
+async def _serve(config: Config, host: str, port: int, *, keep: bool) -> int:
     stop = Stop()
+    check_address(host, port)  # before minutes go by with the first environment
     async with open_api(config, keep=keep) as (edge, api):
         server = ApiServer(api, host, port)
         await server.start()
@@ -340,6 +366,7 @@ async def _serve(config: Config, host: str, port: int, *, keep: bool) -> None:
             await stop.wait()
         finally:
             await server.stop()
+    return 0
 
 
 @asynccontextmanager
@@ -434,17 +461,19 @@ def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]
     Returns what was done, a line each. Raises `Unavailable` while a server runs on the state directory.
     """
     config = read_config(state)
-    if not config.state.exists():
+    if not config.state.exists() and not config.run.exists():
         return []
+    make_state(config)
 
     async def end_all() -> None:
         async with open_edge(config, keep=False):
             pass
 
     try:
-        asyncio.run(end_all())
+        with disk_refusing():
+            asyncio.run(end_all())
     except Unavailable as error:
-        raise Unavailable(f"nothing was undone: {error.message}", remedy="Stop the server first.") from error
+        raise Unavailable(f"nothing was undone: {error.message}", remedy=error.remedy) from error
     except DsecError as error:
         log.warning("sandboxes could not be ended in order: %s", error)
     said = list(Ledger(config.state / "host.json").undo(packages=packages))

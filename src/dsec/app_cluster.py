@@ -6,18 +6,17 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 
-import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dsec.api.metrics import installed_version
-from dsec.api.serve import ApiServer, Stop
-from dsec.app import check_root, make_state, open_api, raise_open_files
+from dsec.api.serve import ApiServer, Stop, check_address
+from dsec.app import check_root, make_state, open_api, raise_open_files, run_server
 from dsec.cluster.apiserver import ClusterApi
 from dsec.cluster.audit import Audit
 from dsec.cluster.batches import Batches
@@ -119,6 +118,7 @@ def serve_edge(
         credentials = await edge_credentials(joining, config.state)
         own = replace(config, edge=credentials.edge)
         stop = Stop()
+        check_address(listening.host, listening.port)
         ended: list[BaseException] = []
 
         async def failed(error: BaseException) -> None:
@@ -336,11 +336,3 @@ def create_key(joining: Joining, project: str, label: str, ttl_s: float | None, 
             await bus.close()
 
     return asyncio.run(run())
-
-
-def run_server(main: Coroutine[None, None, int]) -> int:
-    """To its end: the exit code."""
-    try:
-        return uvloop.run(main)
-    except asyncio.CancelledError:
-        return 130  # stopped while it was starting

@@ -19,11 +19,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
-import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dsec.api.serve import Stop
+from dsec.api.serve import Stop, check_address
 from dsec.app import (
     build_default,
     check_root,
@@ -32,6 +31,7 @@ from dsec.app import (
     open_host,
     open_machines,
     raise_open_files,
+    run_server,
 )
 from dsec.backends.container.host import Host
 from dsec.backends.container.native import build_native, source_dir
@@ -104,8 +104,7 @@ def serve_in_vm(
     """Serve in the foreground until SIGTERM or SIGINT. Returns the exit code. `keep`: the machine goes on then, and the
     next process takes it over."""
     config = prepare(state, log_format, log_level)
-    uvloop.run(run_shield(config, one_node(), host, port, shape, keep=keep))
-    return 0
+    return run_server(run_shield(config, one_node(), host, port, shape, keep=keep))
 
 
 def prepare(state: Path | None, log_format: LogFormat, log_level: str) -> Config:
@@ -125,9 +124,10 @@ def prepare(state: Path | None, log_format: LogFormat, log_level: str) -> Config
 
 async def run_shield(
     config: Config, inner: Inner, host: str, port: int, shape: ShieldShape, *, keep: bool, scheme: str = "http"
-) -> None:
-    """Until a signal, or what kept the first machine from starting."""
+) -> int:
+    """Until a signal, or what kept the first machine from starting. Returns the exit code."""
     stop = Stop()
+    check_address(host, port)  # before a machine boots for it
     async with open_shield(config, shape, inner, keep=keep) as front, front.listen(host, port, scheme):
         keeping = asyncio.create_task(front.keep(), name="shield")
         stopping = asyncio.ensure_future(stop.wait())
@@ -137,6 +137,7 @@ async def run_shield(
             keeping.result()
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
+    return 0
 
 
 @asynccontextmanager

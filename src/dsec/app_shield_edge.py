@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from dsec.app_cluster import LOOPBACK, Joining, Listening, edge_credentials, run_server
+from dsec.app import run_server
+from dsec.app_cluster import LOOPBACK, Joining, Listening, edge_credentials
 from dsec.app_shield import Inner, prepare, run_shield
 from dsec.backends.microvm.shield import PORT, STATE, ShieldShape
 from dsec.backends.microvm.shield_out import servers_of
@@ -42,8 +43,7 @@ def serve_edge_in_vm(
         inner = inner_edge(joining, credentials, advertise=listening.advertise, tls=tls, labels=labels or {})
         scheme = "https" if tls else "http"
         keep = on_exit == "keep"
-        await run_shield(config, inner, listening.host, listening.port, shape, keep=keep, scheme=scheme)
-        return 0
+        return await run_shield(config, inner, listening.host, listening.port, shape, keep=keep, scheme=scheme)
 
     return run_server(run())
 

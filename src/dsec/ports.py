@@ -195,7 +195,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
     image_failures: int = 0
-    """Reads of its environment's files that failed because the store did."""
+    """Reads of its environment's files that failed because the store did; grows while the node's disk has failed."""
 
 
 class InstanceEnd(Struct, frozen=True):

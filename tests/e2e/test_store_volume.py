@@ -240,5 +240,5 @@ def test_a_full_volume_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_corrupt_volume_is_an_error_that_names_it(dirs: tuple[Path, Path]) -> None:
     (dirs[0] / "volume.btrfs").write_bytes(b"\0" * (64 << 20))
-    with pytest.raises(OSError, match="mount btrfs"):
+    with pytest.raises(Unavailable, match="mount btrfs"):
         opened(dirs)

@@ -313,19 +313,8 @@ class ApiServer:
 
     async def start(self) -> None:
         """Listen. Raises `Unavailable` where the address is taken."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock = self._socket = _bound(self._host, self._port)
         keep_alive(sock)  # what it accepts has it too
-        try:
-            sock.bind((self._host, self._port))
-        except OSError as error:
-            sock.close()
-            raise Unavailable(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror}",
-                remedy="stop what listens there or choose another port",
-            ) from error
-        self._socket = sock
         config = uvicorn.Config(
             self._api,
             http=HttpProtocol,
@@ -370,6 +359,25 @@ class ApiServer:
             server.force_exit = True
         await task
         self._server = self._task = None
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises `Unavailable` where a server could not listen there now."""
+    _bound(host, port).close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise Unavailable(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            remedy="Stop what listens there, or choose another address by --host and --port.",
+        ) from error
+    return sock
 
 
 class Stop:

@@ -64,7 +64,8 @@ def status_of(end: OpEnd, before: Usage, after: Usage, asked: Asked, signalled: 
     exit_code, signal, cause, message = _what(end, asked, signalled)
     image_failed = after.image_failures > before.image_failures
     if image_failed and exit_code != 0 and cause in (Cause.EXITED, Cause.SIGNALED, Cause.START_FAILED):
-        cause, message = Cause.INFRA_IMAGE, "it failed after files of its environment could not be had from the store"
+        cause = Cause.INFRA_IMAGE
+        message = "it failed after files of its environment could not be had from the store, or the node's disk failed"
     elif cause in (Cause.EXITED, Cause.SIGNALED) and exit_code != 0:
         limit = _limit(end, before, after)
         if limit is not None:

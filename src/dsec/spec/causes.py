@@ -34,7 +34,7 @@ class Cause(StrEnum):
     NODE_LOST = "node_lost"  # zygote or machine died
     PLATFORM_KILLED = "platform_killed"  # an operator or the platform ended it
     MOVED = "moved"  # another node has it now, under the same id, or is to have it
-    INFRA_IMAGE = "infra_image"  # it failed after files of its environment could not be had from the store
+    INFRA_IMAGE = "infra_image"  # it failed after files of its environment could not be had, or the node's disk failed
     OUTCOME_UNKNOWN = "outcome_unknown"  # the guest died under a command: it may or may not have run
 
     @property

@@ -8,7 +8,9 @@ output that the server keeps for a sandbox.
 
 Invariant: nothing here may ever fill the host's disk. A loop file system whose backing file can't grow fails for all
 sandboxes at once, so `check_space` refuses new sandboxes while there is a reserve left, and the file's size is a part
-of what was free.
+of what was free. Others may fill that disk all the same: then the kernel makes the volume read-only for good
+(`failed`), which is said as what it is, and a server that starts ends what stands on it and mounts it anew
+(`app_volume.py`).
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Volume:
     ) -> Volume:
         """Mount or find the volume. Blocks (tens of milliseconds the first time).
 
-        Raises `Unavailable` where the disk is too full for one, KernelError where the volume's file can't be mounted.
+        Raises `Unavailable` where the disk is too full for one, or the volume's file can't be mounted.
         """
         if _on_btrfs(state_dir):
             (state_dir / "volume").mkdir(mode=0o700, exist_ok=True)
@@ -104,6 +106,42 @@ class Volume:
             volume = cls(target, Kind.LOOP, state_dir)
         volume._enable_quota(ledger)
         return volume
+
+    @property
+    def failed(self) -> bool:
+        """Whether no sandbox can write any more, until it is mounted anew. Takes a microsecond or two."""
+        return bool(os.statvfs(self.root).f_flag & os.ST_RDONLY)
+
+    @staticmethod
+    def trouble(state_dir: Path, run_dir: Path) -> str:
+        """Why nobody can go on with the volume that is mounted, in words; "": one can, or none is."""
+        found = mounts.find_mount(run_dir / "volume")
+        if found is None:
+            return ""
+        if "ro" in found.super_options:
+            return "the data volume is read-only, since the disk below it was full or failed"
+        backing = loop.backing_file(found.source)
+        # Not by comparing paths: to another mount namespace than the one that attached it, it has another one.
+        if not (state_dir / "volume.btrfs").exists() or str(backing).endswith(" (deleted)"):
+            return "the file of the data volume that is mounted was removed"
+        return ""
+
+    @staticmethod
+    def let_go(run_dir: Path, timeout_s: float = 30.0) -> None:
+        """Unmount it, once nothing stands on it any more. Blocks until the kernel has let go of its file; raises
+        `Unavailable` where it doesn't."""
+        found = mounts.find_mount(run_dir / "volume")
+        if found is None:
+            return
+        mounts.unmount(found.target)
+        deadline = time.monotonic() + timeout_s
+        while loop.backing_file(found.source) is not None:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    "the data volume that failed is still in use",
+                    remedy=f"End what uses {found.source}, or start this host again.",
+                )
+            time.sleep(0.02)
 
     def _enable_quota(self, ledger: Ledger | None) -> None:
         assert self._quotas is not None
@@ -254,6 +292,8 @@ class Volume:
             return FileExistsError(error.errno, error.strerror, str(self.root))
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return Unavailable("the data volume is full", remedy="Delete sandboxes, or give the server a larger disk.")
+        if error.errno in (errno.EROFS, errno.EIO):
+            return _failure()
         return error
 
     def used_bytes(self, sandbox_id: str) -> int:
@@ -290,6 +330,8 @@ class Volume:
             except KernelError as error:
                 if error.errno == errno.ENOENT:
                     return
+                if error.errno in (errno.EROFS, errno.EIO):
+                    raise _failure() from None
                 log.warning("%s: it is deleted file by file", error.strerror)
         self._discard(parent / name)
 
@@ -321,8 +363,12 @@ class Volume:
 
     def _discard(self, path: Path) -> None:
         """Move it away at once and delete it in the background."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             path.rename(self.root / "trash" / f"{path.parent.name}-{path.name}-{os.urandom(4).hex()}")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise self._explained(error) from None
         self._trash.set()
 
     def _empty_trash(self) -> None:
@@ -331,12 +377,15 @@ class Volume:
             self._trash.clear()
             if self._closing:
                 return
-            if self._quotas is not None:
-                btrfs.sync(self._fd)
-            for entry in os.scandir(self.root / "trash"):
-                shutil.rmtree(
-                    entry.path, onerror=lambda _, path, why: log.warning("cannot delete %s: %s", path, why[1])
-                )
+            try:
+                if self._quotas is not None:
+                    btrfs.sync(self._fd)
+                for entry in os.scandir(self.root / "trash"):
+                    shutil.rmtree(
+                        entry.path, onerror=lambda _, path, why: log.warning("cannot delete %s: %s", path, why[1])
+                    )
+            except OSError as error:  # the thread goes on: what is left is tried again with the next
+                log.warning("what was removed can't be deleted: %s", error)
 
     # space
 
@@ -349,11 +398,13 @@ class Volume:
         return max(0, min(free))
 
     def check_space(self) -> None:
-        """Raise `Unavailable` where so little is left that no new sandbox may begin. Looks no more often than every
-        100 ms while there is room."""
+        """Raise `Unavailable` where so little is left that no new sandbox may begin, or the volume has failed. Looks no
+        more often than every 100 ms while there is room."""
         now = time.monotonic()
         if now < self._room_until:
             return
+        if self.failed:
+            raise _failure()
         if self.free_bytes() > 0:
             self._room_until = now + _LOOK_EVERY_S
         else:
@@ -373,6 +424,13 @@ class Volume:
             with contextlib.suppress(FileNotFoundError):
                 live.add(self._root_id(sandbox_id))
         return self._quotas.sweep(live, most)
+
+
+def _failure() -> Unavailable:
+    return Unavailable(
+        "the data volume has failed: the kernel made it read-only, since the disk below it was full or broke",
+        remedy="See to the state directory's disk, then start the server again: that ends what runs here.",
+    )
 
 
 def _on_btrfs(path: Path) -> bool:
@@ -405,7 +463,10 @@ def _mount_file(file: Path, target: Path, size_bytes: int | None) -> bool:
         if error.errno == errno.ENOENT:  # no loop devices here
             log.warning("%s: sandboxes have no disk limit", error.strerror)
             return False
-        raise
+        raise Unavailable(
+            f"the data volume can't be mounted: {error}",
+            remedy=f"The kernel's log says why. Where its file is damaged, remove {file}: sandboxes' files go with it.",
+        ) from None
     return True
 
 

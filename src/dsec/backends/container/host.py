@@ -82,15 +82,15 @@ class Host:
             await self.lazy.close(keep=keep)
 
     def image_failures(self, layers: Sequence[str]) -> Callable[[], int]:
-        """Counts the reads of these layers that failed."""
-        if self.lazy is None or not layers:
-            return int
-        lazy, lost = self.lazy, {layer: self.lazy.lost[layer] for layer in layers}
-        more = itertools.count()
+        """Counts the reads of these layers that failed. Where the data volume has, so does whatever is done."""
+        lazy, more = self.lazy, itertools.count()
+        if lazy is None or not layers:
+            return lambda: next(more) if self.volume.failed else 0
+        lost = {layer: lazy.lost[layer] for layer in layers}
 
         def count() -> int:
             """Where its mount is lost every read fails, uncounted; and nobody hears of any while a filler begins."""
-            dead = not lazy.hears or any(lazy.lost[layer] > before for layer, before in lost.items())
+            dead = self.volume.failed or not lazy.hears or any(lazy.lost[layer] > was for layer, was in lost.items())
             return sum(lazy.failures[layer] for layer in layers) + (next(more) if dead else 0)
 
         return count
