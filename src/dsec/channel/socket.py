@@ -270,9 +270,7 @@ class SocketChannel:
             elif isinstance(event, Ended):
                 self._ended[event.op] = operation
                 operation.note_end(event.end, self._clock.monotonic())
-        except (
-            Exception
-        ):  # a bug of who looks on (`ports.Tap`): no reader waits for that, and no frame behind it is lost
+        except Exception:  # a bug of who looks on (`ports.Tap`): readers are woken, and frames behind it taken
             log.exception("operation %d: what looks on failed", event.op)
 
     def _take_channel_event(self, event: Known | Synced | Pong | Status) -> None:
