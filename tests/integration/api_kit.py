@@ -192,7 +192,7 @@ def served_in_thread(root: Path) -> Iterator[tuple[Served, Callable[[Coroutine[A
     thread.start()
 
     def call(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(120)
 
     manager = served(root)
     try:

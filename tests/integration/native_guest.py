@@ -29,7 +29,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 UNIFIED = next(
     (p for p in map(Path, ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")) if (p / "cgroup.procs").exists()), None
 )
-PATIENCE_S = float(os.environ.get("DSEC_TEST_PATIENCE_S", "60"))
+PATIENCE_S = float(os.environ.get("DSEC_TEST_PATIENCE_S", "150"))
 EXEC, READ, WRITE, STAT, LIST, MOVE, REMOVE, MKDIR, WATCH, CONNECT = range(10)
 EXITED, SIGNALED, START_FAILED, TIMEOUT, OUTPUT_LIMIT, KILLED = range(6)
 SANITIZER_ENV = {

@@ -24,17 +24,17 @@ from dsec.spec.operations import Chunk, ExecFlag, OpEnd, OpRequest
 from dsec.spec.sandbox import SandboxSpec
 
 MIB = 1 << 20
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 PRELUDE = """
 import os, socket, struct, sys, threading, time
-def dial(address, port, timeout=20):
+def dial(address, port, timeout=100):
     s = socket.create_connection((address, port), timeout)
     return s
 def say(address, port):
     with dial(address, port) as s:
         return s.makefile().read()
-def ask(server, port=53, text=b'who', timeout=20):
+def ask(server, port=53, text=b'who', timeout=100):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.settimeout(timeout)
         s.connect((server, port))  # takes an answer from nobody else

@@ -72,7 +72,7 @@ def connect(kit: Ports, session: aiohttp.ClientSession, **headers: str) -> aioht
 
 
 async def test_messages_both_ways(kit: Ports, server: Server) -> None:
-    async with asyncio.timeout(30), aiohttp.ClientSession() as session, connect(kit, session) as socket:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session, connect(kit, session) as socket:
         assert socket.protocol == "chat"
         assert socket.compress
         await socket.send_str("text")
@@ -92,7 +92,7 @@ async def test_messages_both_ways(kit: Ports, server: Server) -> None:
 
 
 async def test_either_side_may_go(kit: Ports, server: Server) -> None:
-    async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
         async with connect(kit, session) as socket:
             await socket.send_str("text")
             await socket.receive_str()
@@ -126,7 +126,7 @@ async def handshake(kit: Ports, *lines: str, token: bool = True) -> tuple[asynci
 async def refused(kit: Ports, status: int, *lines: str, token: bool = True) -> bytes:
     """The answer, after which the connection ends."""
     reader, writer = await handshake(kit, *lines, token=token)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         answer = await reader.read()
     writer.close()
     assert answer.startswith(b"HTTP/1.1 %d" % status), answer
@@ -136,7 +136,7 @@ async def refused(kit: Ports, status: int, *lines: str, token: bool = True) -> b
 async def test_who_may(kit: Ports, server: Server) -> None:
     assert b"unauthenticated" in await refused(kit, 401, token=False)
     assert not kit.inside.connected
-    async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
         async with connect(kit, session, **{"X-Dsec-Token": "", "Cookie": f"dsec_token={kit.token}"}) as socket:
             await socket.send_str("text")
             assert await socket.receive_str() == "text"
@@ -206,7 +206,7 @@ async def test_what_a_client_does_not_read_waits(kit: Ports) -> None:
 async def test_shutdown_ends_it(kit: Ports, server: Server) -> None:
     reader, writer = await handshake(kit)
     await reader.readuntil(b"\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await kit.server.server.stop()
         assert await reader.read() == b""
     writer.close()

@@ -164,7 +164,7 @@ async def test_following_goes_on_until_the_sandbox_has_ended(server: Served) -> 
     async with server.client() as client:
         await (await client.connect(box)).commands.run(["true"])
         await client.kill(box)
-    status, _, body = await asyncio.wait_for(following, 10)
+    status, _, body = await asyncio.wait_for(following, 60)
     assert status == 200
     assert [json.loads(line)["type"] for line in body.splitlines()][-2:] == ["ending", "ended"]
 
@@ -209,7 +209,7 @@ async def test_the_sdk_follows_events(server: Served) -> None:
         await server.restart()
         await box.commands.run(["true"])
         await box.kill()
-        await asyncio.wait_for(following, 20)
+        await asyncio.wait_for(following, 60)
         assert seen[0] == "created"
         assert seen[-1] == "ended"
         assert seen.count("command_ended") == 2

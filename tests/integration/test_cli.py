@@ -43,7 +43,7 @@ class Cli:
             input=stdin,
             capture_output=True,
             env={**self.env, **(env or {})},
-            timeout=60,
+            timeout=180,
             check=False,
         )
         return done.returncode, done.stdout.decode(), done.stderr.decode()
@@ -62,7 +62,7 @@ class Cli:
         except OSError:  # how Linux says that the other side of a terminal is closed
             pass
         os.close(ours)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         return output.decode()
 
     def sandbox(self) -> str:
@@ -155,7 +155,7 @@ def test_a_reader_that_has_enough(cli: Cli) -> None:
         assert process.stdout.read(10) == b"y\n" * 5
         process.stdout.close()
     for process in processes:
-        assert process.wait(30) == 141
+        assert process.wait(120) == 141
         assert process.stderr is not None
         assert process.stderr.read() == b""
         process.stderr.close()
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_command(cli: Cli) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
     guest = cli.server.kit.host.guests[box]
@@ -301,7 +301,7 @@ def test_the_examples_run(cli: Cli, name: str, says: str) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=180,
             env=cli.env,
         ).stdout
         for _ in range(2)
@@ -322,7 +322,7 @@ def test_events(cli: Cli) -> None:
     assert cli("kill", box)[0] == 0
     rest = [json.loads(line) for line in following.stdout.read().splitlines()]
     following.stdout.close()
-    assert following.wait(30) == 0
+    assert following.wait(120) == 0
     types = [each["type"] for each in rest]
     assert types == ["command_started", "first_exec", "command_ended", "ending", "ended"]
     assert [json.loads(line) for line in cli("events", "--after", "1", box)[1].splitlines()] == rest
@@ -373,7 +373,7 @@ def test_an_interrupt_leaves_an_attached_command_running(cli: Cli) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"left running" in err
     assert [each["key"] for each in json.loads(cli("inspect", box)[1])[0]["commands"]] == ["job"]

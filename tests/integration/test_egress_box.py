@@ -73,7 +73,7 @@ class World:
     async def ask(self, inside: socket.socket, data: bytes = b"hello") -> bytes | None:
         """None where it was reset."""
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             try:
                 await loop.sock_sendall(inside, data)
                 return await loop.sock_recv(inside, 100)
@@ -112,7 +112,7 @@ async def world(lookup: Lookup, limits: Limits | None = None) -> AsyncIterator[W
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

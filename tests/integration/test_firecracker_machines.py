@@ -115,7 +115,7 @@ async def test_a_machine_is_made_of_a_template_and_ends(backend: MicroVmBackend)
     for each in (one, two):
         check_jail(each.machine.pid, each.machine.directory)
     asking = asyncio.ensure_future(shell(one.channel, "reboot"))
-    end = await asyncio.wait_for(one.ended(), 20)
+    end = await asyncio.wait_for(one.ended(), 120)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert end.cause is Cause.GUEST_EXITED
@@ -127,7 +127,7 @@ async def test_a_machine_is_made_of_a_template_and_ends(backend: MicroVmBackend)
     sock = await two.machine.port()  # as the next server does
     sock.close()
     os.kill(_vmm(two.machine.pid), 9)
-    assert (await asyncio.wait_for(two.ended(), 20)).cause is Cause.PLATFORM_KILLED
+    assert (await asyncio.wait_for(two.ended(), 120)).cause is Cause.PLATFORM_KILLED
     await backend.destroy("two", handles["two"])
 
 
@@ -161,7 +161,7 @@ async def test_forks_and_suspends(backend: MicroVmBackend) -> None:
         assert child.machine.name not in {path.name for path in backend.node.machines.root.iterdir()}
         waiting = asyncio.ensure_future(child.channel.ping())
         child.freeze(False)
-        assert await asyncio.wait_for(waiting, 20) >= 0
+        assert await asyncio.wait_for(waiting, 120) >= 0
         await refused(child)
         async with child.lock:  # who woke it removes its files last
             assert not backend.suspends.has(child.machine.name)
@@ -192,10 +192,10 @@ async def test_a_monitor_that_ends_while_it_copies_ends_its_machine_alone(backen
     one.machine.control.split = dies  # type: ignore[method-assign]
     with pytest.raises(Unavailable):
         await backend.split("one", handles["one"])
-    assert (await asyncio.wait_for(one.ended(), 20)).cause is Cause.PLATFORM_KILLED
-    assert await asyncio.wait_for(one.channel.lost(), 20)
+    assert (await asyncio.wait_for(one.ended(), 120)).cause is Cause.PLATFORM_KILLED
+    assert await asyncio.wait_for(one.channel.lost(), 120)
     with pytest.raises(OutcomeUnknown):  # and nobody waits for ever
-        await asyncio.wait_for(one.channel.ping(), 20)
+        await asyncio.wait_for(one.channel.ping(), 120)
     await refused(other)
     for each, handle in handles.items():
         await backend.destroy(each, handle)
@@ -203,7 +203,7 @@ async def test_a_monitor_that_ends_while_it_copies_ends_its_machine_alone(backen
 
 async def refused(instance: MachineInstance) -> None:
     """It runs nothing, and says so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         end = (await shell(instance.channel, "true")).end
     assert (end.kind, end.message) == (EndKind.START_FAILED, "nothing runs here")
 

@@ -200,8 +200,9 @@ def test_all_that_is_typed_arrives(guest: Guest) -> None:
 
 def test_the_terminal_is_hung_up_with_its_leader(guest: Guest, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    loop = f"while echo x; do sleep 0.01; done 2>/dev/null; echo hung up > {note}"
-    script = f"trap '' HUP; (echo $BASHPID; {loop}) & sleep 0.1"
+    mark = tmp_path / "mark"
+    loop = f"echo > {mark}; while echo x; do sleep 0.01; done 2>/dev/null; echo hung up > {note}"
+    script = f"trap '' HUP; (echo $BASHPID; {loop}) & until test -e {mark}; do sleep 0.01; done"
     op = guest.wait(begin(guest, "bash", "-c", script, flags=PTY))
     assert ended(op) == (EXITED, 0)
     pid = int(re.match(r"\d+", text(op))[0])  # type: ignore[index]

@@ -204,10 +204,13 @@ async def test_a_request_timeout_leaves_the_command_running(server: Served, box:
     with pytest.raises(RequestTimeout) as caught:
         await box.commands.run("sleep 0.5; echo done", request_timeout_s=0.1)
     assert caught.value.infra
-    command = await box.commands.attach(caught.value.details["key"])
+    assert (await (await box.commands.attach(caught.value.details["key"])).wait()).stdout == "done\n"
+    command = await box.commands.start(["cat"], stdin=True)
     with pytest.raises(RequestTimeout):
         await command.wait(request_timeout_s=0.05)
-    assert (await command.wait()).stdout == "done\n"
+    await command.write_stdin("late")
+    await command.close_stdin()
+    assert (await command.wait()).stdout == "late"
 
 
 async def test_a_cancelled_wait_can_be_repeated(box: AsyncSandbox) -> None:

@@ -33,7 +33,7 @@ async def make(client: AsyncClient, count: int) -> list[AsyncSandbox]:
 async def test_results_come_as_they_are_ready(client: AsyncClient) -> None:
     slow, quick = await make(client, 2)
     results = [
-        item async for item in client.run_many([(slow, "sleep 0.5; echo a; echo b >&2; exit 3"), (quick, "true")])
+        item async for item in client.run_many([(slow, "sleep 1.5; echo a; echo b >&2; exit 3"), (quick, "true")])
     ]
     assert [item.index for item in results] == [1, 0]
     assert results[0].unwrap().exit_code == 0

@@ -188,7 +188,7 @@ def test_the_default_client(server: Served) -> None:
         env={"DSEC_URL": server.url, "DSEC_API_KEY": server.key, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "hi\n"), done.stderr
@@ -199,8 +199,8 @@ def test_an_interrupt_ends_the_wait(server: Served) -> None:
     program = """
 import dsec, os, signal, threading
 with dsec.Sandbox.create("base") as box:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         box.commands.run(["sleep", "60"])
     except KeyboardInterrupt:
         print("interrupted")
@@ -210,7 +210,7 @@ with dsec.Sandbox.create("base") as box:
         env={"DSEC_URL": server.url, "DSEC_API_KEY": server.key, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=180,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

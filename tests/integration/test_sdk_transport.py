@@ -94,9 +94,13 @@ async def test_what_another_attempt_cannot_help(error: DsecError) -> None:
 
 async def test_it_gives_up_when_the_time_is_over() -> None:
     async with answering(failure(Unavailable("starting"), "retry-after: 0")) as (url, requests):
-        async with AsyncClient(url, retry_s=0.2) as client:
-            with pytest.raises(Unavailable, match="starting"):
-                await client.node()
+        for retry_s in (0.2, 2.0, 20.0):  # a host that stands still may leave time for one
+            async with AsyncClient(url, retry_s=retry_s) as client:
+                with pytest.raises(Unavailable, match="starting"):
+                    await client.node()
+            if len(requests) > 2:
+                break
+            requests.clear()
         assert len(requests) > 2
 
 
@@ -113,13 +117,11 @@ async def test_a_batch_keeps_its_key_over_attempts() -> None:
 async def test_no_server_there() -> None:
     async with answering(GOOD) as (url, _):
         pass
-    async with AsyncClient(url) as client:
-        began = time.monotonic()
+    async with AsyncClient(url, retry_s=3600) as client, asyncio.timeout(120):  # it doesn't go on trying
         with pytest.raises(Unavailable, match="no server answers") as caught:
             await client.node()
         assert "dsec serve" in caught.value.remedy
         assert caught.value.infra
-        assert time.monotonic() - began < 10  # it didn't go on trying for retry_s
 
 
 async def test_something_else_there() -> None:
@@ -229,7 +231,7 @@ except dsec.errors.Unavailable:
         env={"DSEC_URL": "http://127.0.0.1:9", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "")
