@@ -50,14 +50,15 @@ BALLAST = "ballast"
 
 
 class SlowDirectory(DirectoryStore):
-    """A store that answers late; gone while a file `gone` is in it, wrong while there is `wrong`."""
+    """A store that answers late; gone while a file `gone` is in it, wrong while there is `wrong`. While `held`
+    is there, packs that it names answer nothing: all, where it is empty."""
 
     def __init__(self, root: Path, delay_s: float = 0.0) -> None:
         super().__init__(root)
         self.delay_s = delay_s
 
     def file(self, key: str) -> Path | None:
-        faulty = self.delay_s or (self.root / "gone").exists() or (self.root / "wrong").exists()
+        faulty = self.delay_s or any((self.root / name).exists() for name in ("gone", "wrong", "held"))
         return None if faulty else super().file(key)
 
     async def _enter(self) -> None:
@@ -68,10 +69,18 @@ class SlowDirectory(DirectoryStore):
 
     async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         await self._enter()
+        while key.startswith("packs/") and self._holds(key):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         data = await super().get(key, offset, size)
         if key.startswith("packs/") and await self.size("wrong") is not None:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
+
+    def _holds(self, key: str) -> bool:
+        try:
+            return (self.root / "held").read_text() in key
+        except FileNotFoundError:
+            return False
 
     async def get_each(self, keys: Sequence[str], most: int) -> list[bytes | None]:
         await self._enter()
@@ -153,7 +162,7 @@ class Node:
         root: Path,
         *,
         delay_s: float = 0.0,
-        deadline_s: float = 60.0,
+        deadline_s: float = 300.0,
         most_bytes: int = 1 << 40,
         idle_s: float = 60.0,
         cache_bytes: int = 0,
@@ -163,7 +172,7 @@ class Node:
         """`cache_bytes`: the disk of the cache is no larger. `program`: the first holder; its successors are ours."""
         self.root = root
         self.fuse = fuse
-        self.options = [str(delay_s), str(most_bytes), str(idle_s), "fuse" if fuse else "events"]
+        self.options = [str(delay_s), str(most_bytes), str(idle_s), "fuse" if fuse else "events", str(deadline_s)]
         self.deadline_s = deadline_s
         self.store = root / "store"
         self.cache = root / "cache"
@@ -190,7 +199,7 @@ class Node:
         self.filler = subprocess.Popen(
             [sys.executable, __file__, str(self.root), *self.options, str(self.program.with_name("copier"))]
         )
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not self._listens():
             assert self.filler.poll() is None, "the filler ended"
             assert time.monotonic() < until
@@ -209,7 +218,7 @@ class Node:
     def stop_filler(self) -> None:
         assert self.filler is not None
         self.filler.send_signal(signal.SIGTERM)
-        self.filler.wait(30)
+        self.filler.wait(120)
         self.control_path.unlink(missing_ok=True)
 
     def copiers(self) -> list[int]:
@@ -246,7 +255,7 @@ class Node:
     def call(self, name: str, layer: str = "") -> dict[str, object]:
         """A control call; returns the answer's line."""
         with socket.socket(socket.AF_UNIX) as channel:
-            channel.settimeout(60)
+            channel.settimeout(180)
             channel.connect(str(self.control_path))
             channel.sendall(json.dumps({"id": 1, "call": name, "layer": layer}).encode() + b"\n")
             with channel.makefile("rb") as lines:
@@ -315,13 +324,15 @@ def node(root: Path, **options: float | Path) -> Iterator[Node]:
         made.close()
 
 
-async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float, *, fuse: bool, copier: Path) -> None:
+async def _main(
+    root: Path, delay_s: float, most_bytes: int, idle_s: float, *, fuse: bool, deadline_s: float, copier: Path
+) -> None:
     clock = SystemClock()
     helper = Copier(copier, None if fuse else root / "holder.sock", clock)
     made = filler.Filler(
         LazyCache(root / "cache"),
         SlowDirectory(root / "store", delay_s),
-        FuseFiles(root / "marked", deadline_s=5.0) if fuse else Events(root / "holder.sock"),
+        FuseFiles(root / "marked", deadline_s=deadline_s) if fuse else Events(root / "holder.sock"),
         clock,
         most_bytes=most_bytes,
         idle_s=idle_s,
@@ -332,5 +343,15 @@ async def _main(root: Path, delay_s: float, most_bytes: int, idle_s: float, *, f
 
 
 if __name__ == "__main__":
-    top, delay, most, idle, way, program = sys.argv[1:]
-    asyncio.run(_main(Path(top), float(delay), int(most), float(idle), fuse=way == "fuse", copier=Path(program)))
+    top, delay, most, idle, way, deadline, program = sys.argv[1:]
+    asyncio.run(
+        _main(
+            Path(top),
+            float(delay),
+            int(most),
+            float(idle),
+            fuse=way == "fuse",
+            deadline_s=float(deadline),
+            copier=Path(program),
+        )
+    )

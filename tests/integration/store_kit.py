@@ -44,7 +44,7 @@ def s3_server() -> Iterator[str]:
 
 def make_bucket(url: str, name: str) -> None:
     """Without credentials: the server takes any."""
-    urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=10).close()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=60).close()
 
 
 def node(state: Path, store: BlobStore, clock: Clock | None = None) -> SharedLayers:
@@ -79,7 +79,7 @@ def only(*layers: str) -> Callable[[], Awaitable[Sequence[str]]]:
     return roots
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait for it to be true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (files are looked at)

@@ -68,7 +68,9 @@ async def test_what_a_build_found_stays_while_it_runs(service: LayerService) -> 
     assert service.layers.has(named)
 
 
-async def test_a_build_begins_while_garbage_is_collected(service: LayerService) -> None:
+async def test_a_build_begins_while_garbage_is_collected(
+    service: LayerService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert service.shared is not None
     store = service.shared.store
     assert isinstance(store, FaultyStore)
@@ -77,10 +79,15 @@ async def test_a_build_begins_while_garbage_is_collected(service: LayerService) 
     collecting = asyncio.create_task(service.collect(least_age_s=-1))
     while service.layers.has(garbage):  # noqa: ASYNC110 (a file is looked at)
         await asyncio.sleep(0.001)
-    async with service.making():
-        layer = await asyncio.to_thread(made, service, "garbage")  # the same is made again
-        assert not collecting.done()
-        await collecting
+    go_on = asyncio.Event()
+    with monkeypatch.context() as held:
+        held.setattr(store, "_enter", go_on.wait)  # whatever the machine does, it isn't over yet
+        async with service.making():
+            layer = await asyncio.to_thread(made, service, "garbage")  # the same is made again
+            assert not collecting.done()
+            held.undo()
+            go_on.set()
+            await collecting
         assert service.layers.has(layer)
     assert await service.collect(least_age_s=-1) > 0
 

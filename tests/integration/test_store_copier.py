@@ -207,7 +207,7 @@ def test_packets_that_are_no_jobs_are_refused(tmp_path: Path) -> None:
         program = native_guest.built("sanitized", "copier")
         process = subprocess.Popen([str(program), library], stdin=theirs.fileno(), stderr=subprocess.PIPE, text=True)
         theirs.close()
-        ours.settimeout(60)
+        ours.settimeout(180)
         for packet in packets:
             socket.send_fds(ours, [packet], [target.fileno()])
             assert len(ours.recv(100)) == module._DONE.size
@@ -216,5 +216,5 @@ def test_packets_that_are_no_jobs_are_refused(tmp_path: Path) -> None:
         socket.send_fds(ours, [good], [target.fileno()])
         assert module._DONE.unpack(ours.recv(100)) == (7, module._COPIED, 0, 1, 0)
         ours.close()
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=180)[1] == ""
         assert process.returncode == 0

@@ -48,9 +48,10 @@ def test_by_a_loop_device_too(tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_is_an_error_at_once_and_a_new_mount_is_right(tmp_path: Path) -> None:
-    with node(tmp_path, fuse=True, delay_s=0.3) as made:
+    with node(tmp_path, fuse=True) as made:
         layer, digests = published(made)
         top = made.mount(layer)
+        (made.store / "held").touch()
         outcomes: list[str] = []
 
         def read(name: str) -> None:
@@ -62,20 +63,19 @@ def test_a_server_that_dies_is_an_error_at_once_and_a_new_mount_is_right(tmp_pat
         readers = [threading.Thread(target=read, args=[name]) for name in digests]
         for reader in readers:
             reader.start()
-        time.sleep(0.5)
+        time.sleep(0.2)
         made.kill_filler()
         for reader in readers:
-            reader.join(20)
-        assert len(outcomes) == len(digests)
-        assert "error" in outcomes
-        assert "wrong" not in outcomes
+            reader.join(200)  # before the deadline
+        assert outcomes == ["error"] * len(digests)
+        (made.store / "held").unlink()
         made.start_filler()
         again = made.mount(layer)
         assert {name: digest(again / name) for name in digests} == digests
 
 
 def test_a_store_that_is_gone_or_wrong_is_an_error_and_nothing_wrong_stays(tmp_path: Path) -> None:
-    with node(tmp_path, fuse=True) as made:
+    with node(tmp_path, fuse=True, deadline_s=5.0) as made:
         layer, digests = published(made)
         top = made.mount(layer)
         for trouble in ("gone", "wrong"):
@@ -92,7 +92,7 @@ def test_what_was_emptied_comes_back_right(tmp_path: Path) -> None:
         layer, digests = published(made, 1, [MIB] * 12)  # more than is read ahead: what is whole is never emptied
         top = made.mount(layer)
         assert {name: digest(top / name) for name in list(digests)[:3]} == dict(list(digests.items())[:3])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while filled(made, layer):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -33,7 +33,7 @@ def mounted(made: Node, seed: int, size: int) -> Path:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -43,6 +43,7 @@ def test_one_sandbox_does_not_make_the_reads_of_another_wait(
     made: Node, make_box: Callable[..., Box], nursery: Nursery
 ) -> None:
     theirs, ours = mounted(made, 1, PAGES * 4096), mounted(made, 2, 50_000)
+    (pack,) = (path.name for path in (made.store / "packs").iterdir() if path.stat().st_size == PAGES * 4096)
     truth = (made.root / "tree2" / "f0").read_bytes().decode(errors="replace")
     attacker = make_box(pids=PAGES + 50, lowers=(str(theirs), str(nursery.layer)))
     victim = make_box(lowers=(str(ours), str(nursery.layer)))
@@ -52,13 +53,14 @@ def test_one_sandbox_does_not_make_the_reads_of_another_wait(
         until(lambda: made.waiting() == MOST)  # no more, however many it begins
         read = pool.submit(victim.attack, "cat", "/f0")
         until(lambda: made.waiting() == MOST + 1)
-        made.options[0] = "2.0"  # the store is slow now
+        (made.store / "held").write_text(pack)  # the attacker's own has to wait for its store
         made.start_filler()
         assert read.result().out == truth
         assert made.waiting() > MOST // 2  # the attacker's go on waiting: they had not been before it
         holder = made.call("status")["ok"]["holder"]  # type: ignore[index]
         assert holder["failed"] >= PAGES - MOST
         attacker.close()
+    (made.store / "held").unlink()
     until(lambda: made.waiting() == 0)
     assert made.holder is not None
     assert made.holder.poll() is None
