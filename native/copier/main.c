@@ -121,15 +121,74 @@ static bool check(const struct copier_chunk *chunk, uint64_t offset, int source,
     return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
 }
 
+/* A digest that is computed by a thread of its own while another one reads and writes: pieces go to it in two buffers, in turn. */
+struct pieces {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    void *context;
+    const unsigned char *data[2];
+    uint32_t size[2];
+    unsigned put, taken; /* pieces; `last`: no further ones come */
+    bool last, failed;
+};
+
+static void *digest_pieces(void *argument) {
+    struct pieces *p = argument;
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        while (p->put == p->taken && !p->last) pthread_cond_wait(&p->moved, &p->lock);
+        if (p->put == p->taken) break;
+        unsigned at = p->taken % 2;
+        pthread_mutex_unlock(&p->lock);
+        bool good = update_digest(p->context, p->data[at], p->size[at]);
+        pthread_mutex_lock(&p->lock);
+        p->failed |= !good;
+        p->taken++;
+        pthread_cond_signal(&p->moved);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+/* The next buffer is free; what was in it is counted. */
+static unsigned next_piece(struct pieces *p) {
+    pthread_mutex_lock(&p->lock);
+    while (p->put - p->taken == 2) pthread_cond_wait(&p->moved, &p->lock);
+    pthread_mutex_unlock(&p->lock);
+    return p->put % 2;
+}
+
+static void put_piece(struct pieces *p, uint32_t size) {
+    pthread_mutex_lock(&p->lock);
+    if (size) p->size[p->put++ % 2] = size;
+    else p->last = true;
+    pthread_cond_signal(&p->moved);
+    pthread_mutex_unlock(&p->lock);
+}
+
 static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
     if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
-    for (uint32_t at = 0, size; at < chunk->size; at += size) {
-        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
-        if (!read_piece(source, w->data, size, offset + at, done)) return false;
-        if (!update_digest(w->context, w->data, size)) return failed(done, COPIER_REFUSED, ENOMEM);
-        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
+    struct worker *second = take(0, w->nice);
+    struct pieces pieces = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER, .context = w->context, .data = {w->data, second->data}};
+    unsigned char *const room[2] = {w->data, second->data};
+    pthread_t thread;
+    bool good = true;
+    if (pthread_create(&thread, NULL, digest_pieces, &pieces)) good = failed(done, COPIER_REFUSED, EAGAIN);
+    else {
+        for (uint32_t at = 0, size; good && at < chunk->size; at += size) {
+            size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
+            unsigned char *data = room[next_piece(&pieces)];
+            good = read_piece(source, data, size, offset + at, done);
+            if (!good) break;
+            put_piece(&pieces, size);
+            if (!write_at(target, data, size, chunk->target + at)) good = failed(done, COPIER_TARGET, errno);
+        }
+        put_piece(&pieces, 0);
+        pthread_join(thread, NULL);
     }
-    return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
+    give(second);
+    if (good && pieces.failed) return failed(done, COPIER_REFUSED, ENOMEM);
+    return good && (is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0));
 }
 
 static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
