@@ -25,6 +25,7 @@ from dsec.spec.sandbox import SandboxSpec
 from dsec.store.blobs import DirectoryStore
 from dsec.store.environments import Environment, EnvironmentStore
 from dsec.store.layers import LayerMounts
+from dsec.store.lazy.large import FOLLOW
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.remote import UNUSED_S, RemoteCatalog
 from dsec.testing.clock import FakeClock
@@ -42,6 +43,7 @@ class Server:
         self.clock = FakeClock()
         self.environments = EnvironmentStore(root / "state")
         self.mounts = LayerMounts(root / "run", self.environments.layers)
+        self.mounts.follow = lazy_kit.holder_program().with_name(FOLLOW)
         self.mounts.open()
         self.shared = store_kit.node(root / "state", store)
         words = [sys.executable, "-m", "dsec.bench.lazy_filler", root / "cache", store.root, root / "run", "0", "0"]

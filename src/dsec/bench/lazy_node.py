@@ -26,7 +26,7 @@ from dsec.kernel import mounts, syscalls
 from dsec.store.format import decode_manifest, trace_key
 from dsec.store.index import ChunkIndex
 from dsec.store.layers import LayerFiles, LayerStore, mount_layer
-from dsec.store.lazy.large import read_begun
+from dsec.store.lazy.large import FOLLOW, Follower
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.leases import Leases
 from dsec.store.shared import SharedLayers
@@ -91,7 +91,7 @@ class Place:
         numbers = [str(distance.latency_s), str(distance.bytes_per_s)]
         lazy = LazyLayers(cache=root / "cache", run=run, filler=[*map(str, words), *numbers])
         await lazy.open(self.program)
-        node = LazyNode(root, lazy)
+        node = LazyNode(root, lazy, self.program.with_name(FOLLOW))
         try:
             yield node
         finally:
@@ -128,27 +128,31 @@ class Place:
 class LazyNode:
     """Layers come as they are read."""
 
-    def __init__(self, root: Path, lazy: LazyLayers) -> None:
+    def __init__(self, root: Path, lazy: LazyLayers, follow: Path) -> None:
         self.root = root
         self.lazy = lazy
-        self._settling = threading.Event()
+        self._follow_library = follow
+        self._followers: list[Follower] = []
         self._threads: list[threading.Thread] = []
 
     async def mount(self, layer: str, target: Path) -> None:
         files = await self.lazy.attach(layer)
         _mount(LayerFiles(files.image, files.data), target, lazy=not files.complete)
         if not files.complete:
-            self._threads.append(threading.Thread(target=self._follow, args=(layer, files.image, target)))
+            follower = Follower(self._follow_library)
+            self._followers.append(follower)
+            self._threads.append(threading.Thread(target=self._follow, args=(follower, layer, files.image, target)))
             self._threads[-1].start()
 
-    def _follow(self, layer: str, image: Path, target: Path) -> None:
+    def _follow(self, follower: Follower, layer: str, image: Path, target: Path) -> None:
         """As `LayerMounts` does."""
         hot = decode_manifest(image.with_name("manifest.json").read_bytes(), layer).hot
-        read_begun(image, target, hot, self._settling.is_set)
+        follower.read(image, target, hot)
 
     async def settle(self) -> None:
         """Nothing is mounted any more."""
-        self._settling.set()
+        for follower in self._followers:
+            follower.stop()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 

@@ -34,7 +34,7 @@ from dsec.store.directory import DirectoryReader
 from dsec.store.erofs import read_image, write_image
 from dsec.store.format import DIGEST, ImageConfig, Kind, Manifest, decode_manifest
 from dsec.store.holds import Holds
-from dsec.store.lazy.large import PIECE_BYTES, read_begun, read_through
+from dsec.store.lazy.large import PIECE_BYTES, Follower, read_through
 from dsec.store.scratch import Scratch, ScratchRoot
 from dsec.store.tree import Node, directory, walk
 
@@ -351,7 +351,10 @@ class LayerMounts:
         self._paths: dict[tuple[str, int], Path] = {}
         """Of mounted layers that were asked for."""
         self._warming: dict[str, threading.Thread] = {}
+        self._followers: dict[str, Follower] = {}
         self._stopping = False
+        self.follow: Path | None = None
+        """The compiled `native/follow`, to be set before there are layers that are being filled."""
         self.on_unmount: Callable[[str], object] = lambda digest: None
         """Told of a layer that nobody new may have open; called by any thread."""
 
@@ -378,6 +381,8 @@ class LayerMounts:
                 plain.mkdir(parents=True, exist_ok=True)
                 mount_layer(LayerFiles(image, data), plain, lazy=lazy, loops=self._store.may_loop(digest))
                 self._mounted.add(plain)
+                if lazy and self.follow is not None:
+                    self._followers[digest] = Follower(self.follow)
                 warm = self._follow if lazy else self.warm
                 thread = threading.Thread(target=warm, args=[digest], name="dsec-warm", daemon=True)
                 self._warming[digest] = thread
@@ -413,9 +418,11 @@ class LayerMounts:
 
     def _follow(self, digest: str) -> None:
         """`warm` for a layer that is being filled: only what somebody begins to read."""
-        with contextlib.suppress(NotFound):
-            image, hot = self._store.files(digest).image, self._store.meta(digest).hot
-            read_begun(image, self.root / digest / "0", hot, lambda: self._stopping or digest not in self._warming)
+        follower = self._followers.get(digest)
+        if follower is not None:
+            with contextlib.suppress(NotFound):
+                image, hot = self._store.files(digest).image, self._store.meta(digest).hot
+                follower.read(image, self.root / digest / "0", hot)
 
     def settle(self) -> None:
         """Wait until the hot files of all layers that were mounted have been read. Blocks."""
@@ -426,6 +433,7 @@ class LayerMounts:
         """Unmount a layer and its clones; running sandboxes keep theirs."""
         self.on_unmount(digest)
         thread = self._warming.pop(digest, None)
+        self._stop_following(digest)
         if thread is not None:
             thread.join(_JOIN_S)
         with self._lock:
@@ -438,9 +446,16 @@ class LayerMounts:
             with contextlib.suppress(OSError):
                 (self.root / digest).rmdir()
 
+    def _stop_following(self, digest: str) -> None:
+        follower = self._followers.pop(digest, None)
+        if follower is not None:
+            follower.stop()
+
     def unmount_all(self) -> None:
         """Unmount every layer."""
         self._stopping = True
+        for digest in list(self._followers):
+            self._stop_following(digest)
         self.settle()
         self._warming.clear()
         self._stopping = False

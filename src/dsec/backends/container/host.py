@@ -13,6 +13,7 @@ from dsec.kernel.cgroup_pool import CgroupPool
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.store.environments import EnvironmentStore
 from dsec.store.layers import LayerMounts
+from dsec.store.lazy.large import FOLLOW
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.remote import RemoteCatalog
 from dsec.store.shared import SharedLayers
@@ -62,6 +63,7 @@ class Host:
             return True
         trusted = True
         self.lazy.on_lost = self.layers.unmount
+        self.layers.follow = holder.with_name(FOLLOW)
         try:
             trusted = await self.lazy.open(holder)
         except (Unavailable, OSError) as error:

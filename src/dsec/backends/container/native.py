@@ -1,9 +1,9 @@
 """Compiles zygote, guest, holder, cells, copier, and what is loaded into warm parents and VMMs, with the system's C
 compiler, once per version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so,stem.so}`, where the digest covers the
-sources, the flags and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/` in a
-checkout), so the wheel is pure Python and the client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so,stem.so,follow.so}`, where the digest
+covers the sources, the flags and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/`
+in a checkout), so the wheel is pure Python and the client needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ COPIER = "copier"
 STEM_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra")
 """Of what is loaded into a VMM of the system's, with the system's C library."""
 STEM = "stem.so"
+FOLLOW_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-fstack-protector-strong", "-Wall", "-Wextra")
+"""Of what is loaded into the server itself."""
+FOLLOW = "follow.so"
 
 
 def source_dir() -> Path:
@@ -53,13 +56,15 @@ def build_native(state: Path) -> Path:
     compiler = _needed_compiler()
     source = source_dir()
     version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True).stdout
-    digest = hashlib.sha256(version + repr((compiler, FLAGS, SHARED_FLAGS, DYNAMIC_FLAGS, STEM_FLAGS)).encode())
+    digest = hashlib.sha256(
+        version + repr((compiler, FLAGS, SHARED_FLAGS, DYNAMIC_FLAGS, STEM_FLAGS, FOLLOW_FLAGS)).encode()
+    )
     for path in sorted(
-        p for part in ("common", *PROGRAMS, COPIER, "warm", "stem") for p in (source / part).glob("*.[ch]")
+        p for part in ("common", *PROGRAMS, COPIER, "warm", "stem", "follow") for p in (source / part).glob("*.[ch]")
     ):
         digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
     target = state / "native" / digest.hexdigest()[:16]
-    if all((target / name).exists() for name in (*PROGRAMS, COPIER, WARM, STEM)):
+    if all((target / name).exists() for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW)):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
@@ -68,9 +73,10 @@ def build_native(state: Path) -> Path:
         _compile([_system_compiler(), *SHARED_FLAGS], [source / "warm" / "warm.c"], Path(temporary) / WARM)
         _compile([_system_compiler(), *DYNAMIC_FLAGS], sorted((source / COPIER).glob("*.c")), Path(temporary) / COPIER)
         _compile([_system_compiler(), *STEM_FLAGS], [source / "stem" / "stem.c"], Path(temporary) / STEM)
+        _compile([_system_compiler(), *FOLLOW_FLAGS], [source / "follow" / "follow.c"], Path(temporary) / FOLLOW)
         Path(temporary, STEM).chmod(0o755)  # a VMM reads it, as a user of its own
         target.mkdir(exist_ok=True)
-        for name in (*PROGRAMS, COPIER, WARM, STEM):
+        for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW):
             (Path(temporary) / name).replace(target / name)
     return target
 
