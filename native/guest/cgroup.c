@@ -2,7 +2,8 @@
  *
  * Making and removing one is a quarter of what the guest does for a short command, so a sandbox that runs many uses some again: those
  * that are empty and were never killed (up to Linux 6.18 a killed one kills what is cloned into it later). They are given up when
- * nothing has run for a moment. A sandbox's first command leaves none behind: most of the short-lived ones run just that. */
+ * nothing has run for a moment. A sandbox's first command leaves none behind: most of the short-lived ones run just that. A machine keeps one
+ * for good, its first command's too: a fork's children, whose code is cold, find it there. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -75,7 +76,7 @@ int group_take(uint64_t op, struct group **taken) {
             free(group);
             return error;
         }
-        group->kept = taken_count > 1 && kept_count < MOST_KEPT;
+        group->kept = (taken_count > 1 || guest.machine) && kept_count < MOST_KEPT;
         kept_count += group->kept;
     }
     *taken = group;
@@ -146,9 +147,10 @@ int group_end(struct group *group) {
     return 0;
 }
 
-void groups_trim(void) {
-    for (struct group *group; (group = idle);) {
-        idle = group->next;
+void groups_trim(bool all) {
+    struct group **from = guest.machine && !all && idle ? &idle->next : &idle;
+    for (struct group *group; (group = *from);) {
+        *from = group->next;
         if (remove_group(group)) group_end_later(group);
     }
 }

@@ -251,7 +251,7 @@ int group_end(struct group *group);                /* 0: it is gone, and so is t
 void group_end_later(struct group *group);         /* when it is empty */
 void groups_sweep(void);
 void groups_kill_left(void);
-void groups_trim(void);                            /* those that are kept for later commands */
+void groups_trim(bool all);                        /* those that are kept for later commands; not `all`: a machine's last one stays */
 void kill_tree(pid_t leader);                /* where there is no cgroup: what can be found by session, group and parent */
 
 /* --- users.c ------------------------------------------------------------------------------------------------------------------- */

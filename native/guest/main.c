@@ -77,7 +77,7 @@ void shut_down(int status) {
     }
     ops_remove_groups();
     groups_sweep();
-    groups_trim();
+    groups_trim(true);
     _exit(status);
 }
 

@@ -416,7 +416,7 @@ void ops_tick(uint64_t now) {
     }
     if (trim_ns <= now) {
         trim_ns = UINT64_MAX;
-        groups_trim();
+        groups_trim(false);
         heap_trim();
     }
     wake_at(sweep_ns);

@@ -191,7 +191,7 @@ static void mount_root(void) {
     }
     if (!vm_find_disk("disk", device, sizeof device)) vm_give_up("find the disk", ENODEV);
     mkdir("/disk", 0700);
-    must("mount the disk", mount(device, "/disk", "ext4", MS_NOATIME, NULL));
+    must("mount the disk", mount(device, "/disk", "ext4", MS_NOATIME, "noauto_da_alloc"));
     mkdir("/disk/upper", 0755);
     mkdir("/disk/work", 0700);
     mkdir(NEW_ROOT, 0755);
@@ -291,6 +291,17 @@ static int renew_random(const struct configuration *is) {
     return error;
 }
 
+/* Written over what is there: a file that was cut first and is closed then has its blocks freed and found anew, and is written to the disk at
+ * once (ext4). Where that can't be it is empty: nobody has another's. */
+static int set_machine_id(const char *id) {
+    char line[40];
+    struct stat st;
+    int size = snprintf(line, sizeof line, "%s\n", id);
+    if (fstat(machine_id, &st)) return -errno;
+    if (pwrite(machine_id, line, (size_t)size, 0) != size) size = 0;
+    return st.st_size > size && ftruncate(machine_id, size) ? -errno : 0;
+}
+
 /* 0, or a negative errno at `what`. */
 static int become(const struct configuration *is, const char **what) {
     struct timespec now = {(time_t)(is->clock_ns / NANOSECONDS), (long)(is->clock_ns % NANOSECONDS)};
@@ -302,8 +313,8 @@ static int become(const struct configuration *is, const char **what) {
     *what = "set the host name";
     if (sethostname(is->hostname, strlen(is->hostname))) return -errno;
     *what = "set the machine id";
-    if (machine_id >= 0 && ftruncate(machine_id, 0)) return -errno; /* an image that has none gets none */
-    if (machine_id >= 0) dprintf(machine_id, "%s\n", is->machine_id);
+    error = machine_id >= 0 ? set_machine_id(is->machine_id) : 0; /* an image that has none gets none */
+    if (error) return error;
     drop(&machine_id);
     channel_token(is->token);
     return 0;
@@ -330,7 +341,7 @@ int vm_become(const uint8_t *payload, size_t size, uint8_t took[8], const char *
     if (error) return error;
     if (is.seed_size) { /* whatever root inside has made of these */
         urandom = open("/dev/urandom", O_RDWR | O_NONBLOCK | O_CLOEXEC);
-        machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+        machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     }
     if (machine_id >= 0 && (fstat(machine_id, &st) || !S_ISREG(st.st_mode))) drop(&machine_id);
     error = become(&is, what);
@@ -419,7 +430,7 @@ void vm_boot(bool again) {
     } else {
         boot();
     }
-    machine_id = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_CLOEXEC);
+    machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
     urandom = open("/dev/urandom", O_RDWR | O_CLOEXEC);
     if (!again) sync();
     become_somebody();
@@ -430,6 +441,7 @@ int vm_again(void) {
     if (!guest.machine || !port_stays()) return -EPROTO;
     if (guest.service) ops_kill_all();
     else kill(-1, SIGKILL);
+    groups_trim(true);
     fcntl(DSEC_FD_CHANNEL, F_SETFD, 0);
     execv("/proc/self/exe", guest.service ? SERVICE : INIT);
     vm_give_up("begin again", errno);

@@ -55,7 +55,7 @@ def kept(server: Server) -> list[Path]:
 
 async def test_children_go_on_with_memory_and_processes_as_others(server: Server, client: AsyncClient) -> None:
     parent = await client.create(SMALL, name="parent", hostname="parent")
-    await said(parent, "echo 0123 > /etc/machine-id; echo in-memory > /dev/shm/kept; echo on-disk > /kept")
+    await said(parent, "printf '%064d\\n' 7 > /etc/machine-id; echo in-memory > /dev/shm/kept; echo on-disk > /kept")
     counter = await parent.commands.start(["sh", "-c", COUNTER], key="counter")
     async with asyncio.timeout(PATIENCE_S):
         while not await parent.files.exists("/dev/shm/count"):  # noqa: ASYNC110 (nobody would set an event)
@@ -69,6 +69,7 @@ async def test_children_go_on_with_memory_and_processes_as_others(server: Server
         assert int(seen[3]) > int(seen[2])
         assert abs(float(seen[7]) - time.time()) < 30
         assert pid in seen[8:]
+        assert len(seen[5]) == (64 if box is parent else 32), "a longer one is nowhere left"
         alone |= set(seen[4:7])
     assert len(alone) == 9
     assert len({box.info.token for box in children}) == 2

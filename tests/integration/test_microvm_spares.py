@@ -128,6 +128,13 @@ async def test_a_spare_one_becomes_who_is_asked_for(node: Node) -> None:
     assert not set(found[0][:3]) & set(found[1][:3])
 
 
+async def test_a_commands_group_is_there_for_the_next(node: Node) -> None:
+    instance = await node.make()
+    first = ok(await shell(instance.channel, "cat /proc/self/cgroup"))
+    await asyncio.sleep(0.5)  # for longer than groups are kept that are too many
+    assert ok(await shell(instance.channel, "cat /proc/self/cgroup")) == first
+
+
 async def test_spare_ones_are_killed_while_they_wait(node: Node) -> None:
     for pid in await node.filled():
         os.kill(pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ _POLL_S = 0.002
 _SAVE_S = 60.0
 _KERNEL = (
     "console=ttyS0 quiet loglevel=3 panic=-1 reboot=t rdinit=/init random.trust_cpu=on nowatchdog cgroup_no_v1=all "
-    "no_timer_check tsc=reliable 8250.nr_uarts=1"
+    "no_timer_check tsc=reliable 8250.nr_uarts=1 lsm=landlock"
 )
 _KERNEL_TCG = "norandmaps mitigations=off"
 """Translated code is found again by its address too, so that programs which are never twice at the same one would be
