@@ -179,6 +179,44 @@ def test_a_shell_of_an_environment_ends_its_sandbox(live: Live, seats: list[Term
     assert live("ls")[1] == before
 
 
+def test_run_and_exec_on_a_terminal(live: Live, seats: list[Terminal]) -> None:
+    box = live.sandbox()
+    before = live("ls")[1]
+    seat = sit(seats, live, "run", "-it", "-e", "A=b", "debian", "--", "sh", "-c", "tty; echo $A; read x; exit $x")
+    seat.until(rb"/dev/pts/\d+\r\nb\r\n")
+    seat.type(b"5\r")
+    assert seat.wait() == 5
+    assert live("ls")[1] == before, "it ends with its command"
+    seat = sit(seats, live, "exec", "-t", box, "--", "sh", "-c", "tty; exit 6")
+    seat.until(rb"/dev/pts/\d+")
+    assert seat.wait() == 6
+    assert live("run", "-it", "debian", "--", "true")[0] == 2, "where there is none"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("background", [False, True], ids=["", "as a script's job"])
+def test_a_signal_ends_what_ctrl_c_ends(live: Live, number: signal.Signals, background: bool) -> None:
+    """`timeout 60 dsec run ...` left its sandbox for hours."""
+    box = live.sandbox()
+    before = live("ls")[1]
+    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if background else None
+    for verb in [["run", "debian"]] if background else [["run", "debian"], ["exec", box]]:
+        process = subprocess.Popen(
+            live.command(*verb, "--", "sh", "-c", "echo ready; exec sleep 300"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=live.environment,
+            preexec_fn=ignore,  # noqa: PLW1509 (one thread)
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+    assert live("ls")[1] == before
+    assert json.loads(live("inspect", box)[1])[0]["commands"] == []
+
+
 def test_letting_go_and_coming_back(live: Live, seats: list[Terminal]) -> None:
     box = live.sandbox()
     seat = sit(seats, live, "shell", box)

@@ -16,8 +16,9 @@ import click
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult
 from dsec.cli.complete import ENVIRONMENT, SANDBOX
 from dsec.cli.network import grants, network_option
-from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, note, size
+from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, no_option, note, size
 from dsec.cli.sandboxes import pairs
+from dsec.cli.terminal import at_terminal, need_terminal
 from dsec.errors import DsecError
 
 _CHUNK = 256 << 10
@@ -33,34 +34,29 @@ def command_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--stdin/--no-stdin", "stdin", default=None, help="Pass stdin on (default: if it is no terminal)."
         ),
+        click.option("-i", "stdin", flag_value=True, help="The same as --stdin."),
+        click.option("--tty", "-t", is_flag=True, help="On this terminal, as `shell`; so -it is as docker's."),
     ):
         function = option(function)
     return function
-
-
-def no_option(context: click.Context, _: click.Parameter, words: Any) -> Any:
-    """What stands where an argument should, and is an option that we don't know: say so. Options of the command's own
-    come after its name."""
-    first = words if isinstance(words, str) else next(iter(words), "")
-    if first.startswith("-"):
-        raise click.NoSuchOption(first, ctx=context)
-    return words
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @command_options
 @click.argument("sandbox_id", metavar="ID", type=SANDBOX, callback=no_option)
 @click.argument("argv", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True, callback=no_option)
-def execute(sandbox_id: str, argv: tuple[str, ...], **options: Any) -> int:
+def execute(sandbox_id: str, argv: tuple[str, ...], tty: bool, **options: Any) -> int:
     """Run a command in a sandbox that exists; its exit code is passed on.
 
     COMMAND is run as it is, without a shell.
     """
+    if tty:
+        need_terminal()
 
     async def work() -> int:
         async with AsyncClient() as client:
             sandbox = await client.connect(sandbox_id)
-            return await passed_through(sandbox, argv, **options)
+            return await _run_in(sandbox, argv, tty=tty, ends=False, **options)
 
     return asyncio.run(work())
 
@@ -98,9 +94,12 @@ def run(  # noqa: PLR0917 (click passes by name)
     network: tuple[str, ...],
     tripwires: tuple[str, ...],
     keep: bool,
+    tty: bool,
     **options: Any,
 ) -> int:
     """Make a sandbox of ENVIRONMENT, run a command in it, end it; the command's exit code is passed on."""
+    if tty:
+        need_terminal()
     fields: dict[str, Any] = {
         "backend": backend,
         "cpus": cpus,
@@ -122,11 +121,18 @@ def run(  # noqa: PLR0917 (click passes by name)
             )
             if keep:
                 note(f"sandbox {sandbox.id}")
-                return await passed_through(sandbox, argv, **options)
-            async with sandbox:
-                return await passed_through(sandbox, argv, **options)
+            return await _run_in(sandbox, argv, tty=tty, ends=not keep, **options)
 
     return asyncio.run(work())
+
+
+async def _run_in(sandbox: AsyncSandbox, argv: tuple[str, ...], *, tty: bool, ends: bool, **options: Any) -> int:
+    """The command's exit code. `ends`: the sandbox does, with it."""
+    if tty:
+        options.pop("stdin")
+        return await at_terminal(sandbox, argv, ends=ends, env=pairs(options.pop("variables")), **options)
+    async with sandbox if ends else contextlib.nullcontext():
+        return await passed_through(sandbox, argv, **options)
 
 
 async def passed_through(

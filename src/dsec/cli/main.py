@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import click
@@ -28,12 +29,13 @@ from dsec.cli import (
     rights,
     sandboxes,
     session,
+    signals,
     sim,
     state,
     terminal,
     trajectory,
 )
-from dsec.cli.output import EXIT_CODES, EXIT_INTERRUPTED, EXIT_PIPE, complain, exit_code, leave
+from dsec.cli.output import EXIT_CODES, EXIT_PIPE, complain, exit_code, leave
 from dsec.errors import DsecError
 
 
@@ -80,15 +82,14 @@ for _command in (
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process."""
+    signals.as_interrupts()
     try:
         code = cli.main(args=arguments, prog_name="dsec", standalone_mode=False)
     except DsecError as error:
         complain(error)
         code = exit_code(error)
-    except click.exceptions.Abort:
-        code = EXIT_INTERRUPTED
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+    except (click.exceptions.Abort, KeyboardInterrupt, asyncio.CancelledError):
+        code = signals.exit_code()
     except click.ClickException as error:
         error.show()
         code = error.exit_code

@@ -84,6 +84,15 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
         console.print(empty)
 
 
+def no_option(context: click.Context, _: click.Parameter, words: Any) -> Any:
+    """What stands where an argument should, and is an option that we don't know: say so. Options of the command's own
+    come after its name."""
+    first = words if isinstance(words, str) else next(iter(words), "")
+    if first.startswith("-"):
+        raise click.NoSuchOption(first, ctx=context)
+    return words
+
+
 def size(text: str) -> int:
     """`512M`, `2GiB`, `1g` or a plain number, in bytes (powers of 1024). Raises click.BadParameter."""
     units = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from dsec import AsyncClient, AsyncSession, SessionInfo, SessionResult
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import EXIT_PIPE, json_option, note, readable, wants_json, write_json, write_table
 from dsec.cli.sandboxes import pairs
@@ -221,9 +223,11 @@ class _Attached:
         self._interrupting: asyncio.Task[None] | None = None
         self._code = 0
         self._lines: asyncio.Queue[str] = asyncio.Queue()
+        self._holding: asyncio.Task[Any] | None = None
 
     async def hold(self) -> int:
         loop = asyncio.get_running_loop()
+        self._holding = asyncio.current_task()
         threading.Thread(target=self._read, args=[loop], name="stdin", daemon=True).start()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         output = asyncio.create_task(self._follow())
@@ -279,6 +283,10 @@ class _Attached:
             self._running = None
 
     def _interrupt(self) -> None:
+        if signals.ending() and self._holding is not None:
+            self._holding.cancel()
+            return
+
         async def work() -> None:
             with contextlib.suppress(DsecError):
                 await self._session.interrupt()

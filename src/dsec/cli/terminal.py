@@ -19,14 +19,14 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, PtySize
-from dsec.cli.commands import no_option
 from dsec.cli.complete import ENVIRONMENT_OR_SANDBOX, is_id
-from dsec.cli.output import EXIT_PLATFORM, note
+from dsec.cli.output import EXIT_PLATFORM, no_option, note
 from dsec.cli.sandboxes import pairs
 from dsec.errors import DsecError, InvalidRequest
 
 DETACH = b"\x10\x11"
 _READ_AT_ONCE = 64 << 10
+_FOREVER_S = 366 * 86400.0
 _SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i; fi")
 
 
@@ -54,33 +54,40 @@ def shell(target: str, argv: tuple[str, ...], variables: tuple[str, ...], cwd: s
     Runs bash, or sh where there is none, or COMMAND. Its exit code is passed on. Ctrl-P Ctrl-Q leaves it running.
     """
     need_terminal()
-    options: dict[str, Any] = {"env": pairs(variables), "cwd": cwd, "user": user}
 
     async def work() -> int:
         async with AsyncClient() as client:
             made = not is_id(target)
             sandbox = await (client.create(target) if made else client.connect(target))
-            left = False
-            try:
-                return await _run(sandbox, argv or _SHELL, options)
-            except Left:
-                left = True
-                return 0
-            except Ended as ended:
-                return ended.exit_code
-            finally:
-                if made and not left:
-                    await asyncio.shield(sandbox.kill())
+            return await at_terminal(sandbox, argv, ends=made, env=pairs(variables), cwd=cwd, user=user)
 
     return asyncio.run(work())
 
 
-async def _run(sandbox: AsyncSandbox, argv: tuple[str, ...], options: dict[str, Any]) -> int:
+async def at_terminal(
+    sandbox: AsyncSandbox, argv: tuple[str, ...], *, ends: bool, command_timeout_s: float | None = None, **options: Any
+) -> int:
+    """Be the terminal of a command inside, or of a shell where `argv` is empty; its exit code. `ends`: the sandbox ends
+    with it, unless who sits here lets go of it."""
+    left = False
+    try:
+        return await _run(sandbox, argv or _SHELL, command_timeout_s or _FOREVER_S, options)
+    except Left:
+        left = True
+        return 0
+    except Ended as ended:
+        return ended.exit_code
+    finally:
+        if ends and not left:
+            await asyncio.shield(sandbox.kill())
+
+
+async def _run(sandbox: AsyncSandbox, argv: tuple[str, ...], timeout_s: float, options: dict[str, Any]) -> int:
     """Raises `Left`, `Ended`."""
     key = f"shell-{secrets.token_hex(4)}"
     with raw_terminal() as terminal:
         command = await sandbox.commands.start(
-            argv, pty=terminal.size(), key=key, command_timeout_s=366 * 86400.0, output_bytes=1 << 40, **options
+            argv, pty=terminal.size(), key=key, command_timeout_s=timeout_s, output_bytes=1 << 40, **options
         )
         try:
             code = await terminal.hold(command)
@@ -99,7 +106,9 @@ async def _run(sandbox: AsyncSandbox, argv: tuple[str, ...], options: dict[str, 
 def need_terminal() -> None:
     """Raises `InvalidRequest` where this process has none."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise InvalidRequest("this needs a terminal", remedy="use `dsec exec` in scripts and pipes")
+        raise InvalidRequest(
+            "this needs a terminal", remedy="use `dsec run`, `dsec exec` without -t in scripts and pipes"
+        )
 
 
 @contextlib.contextmanager

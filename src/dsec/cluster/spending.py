@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -205,20 +206,16 @@ class Spending:
         info = await self._parent(member, principal, sandbox_id, elsewhere)
         grader = spec.grader
         account = account_of(principal.project, info.spec.backend, grader.cpus, grader.memory_bytes)
-        await self._quotas.pace(principal.project, spec.repeats, time.monotonic() + DEADLINE_S)
-        if await self._quotas.room_soon(account, spec.repeats, time.monotonic() + PATIENCE_S) < spec.repeats:
-            raise self._quotas.exceeded(account)
-        async with self._quotas.held(account, spec.repeats):
+        async with self._granted(principal.project, account, spec.repeats) as granted:
+            if granted < spec.repeats:
+                raise self._quotas.exceeded(account)
             await self._upstream.forward(x, member, principal, body=body, elsewhere=elsewhere)
 
     async def build(self, x: Exchange, member: Member, principal: Principal) -> None:
         """A build of a Dockerfile: one of its sandboxes at a time."""
         limits = x.decode(_options, x.raw("options") or b"{}").limits
         account = _build_account(principal.project, limits)
-        until = time.monotonic() + DEADLINE_S
-        await self._quotas.pace(principal.project, 1, until)
-        await self._quotas.room(account, 1, until)
-        async with self._quotas.held(account, 1):
+        async with self._granted(principal.project, account, 1, soon=False):
             await self._upstream.forward(x, member, principal)
 
     async def run(self, x: Exchange, kind: str, member: Member, principal: Principal, key_header: str) -> None:
@@ -227,12 +224,26 @@ class Spending:
         binary = x.content_type == MSGPACK
         asked = await asyncio.to_thread(_asked, kind, body, binary) if len(body) > _LONG else _asked(kind, body, binary)
         account = account_of(principal.project, CALLS, asked.cpus, asked.memory_bytes)
-        await self._quotas.pace(principal.project, asked.count, time.monotonic() + DEADLINE_S)
-        wanted = min(asked.count, member.facts.places or PLACES)
-        granted = await self._quotas.room_soon(account, wanted, time.monotonic() + PATIENCE_S)
-        async with self._quotas.held(account, granted):
+        at_once = min(asked.count, member.facts.places or PLACES)
+        async with self._granted(principal.project, account, at_once, paced=asked.count) as granted:
             bounded = structs.replace(principal, at_once=granted)
             await self._upstream.forward(x, member, bounded, key_header=key_header, body=body)
+
+    @asynccontextmanager
+    async def _granted(
+        self, project: str, account: str, count: int, *, paced: int | None = None, soon: bool = True
+    ) -> AsyncIterator[int]:
+        """How many of `count` may run at a time, at least one: they count for as long as the block runs. `paced`: how
+        many the project's rate is charged, where that isn't `count`. `soon`: what holds the room now is over in
+        moments, so it is waited for. Raises as `Quotas.pace`, `.room` and `.held`."""
+        until = time.monotonic() + DEADLINE_S
+        await self._quotas.pace(project, count if paced is None else paced, until)
+        if soon:
+            granted = await self._quotas.room_soon(account, count, time.monotonic() + PATIENCE_S)
+        else:
+            granted = await self._quotas.room(account, count, until)
+        async with self._quotas.held(account, granted):
+            yield granted
 
 
 def _build_account(project: str, limits: BuildLimits) -> str:
