@@ -17,7 +17,7 @@ from typing import Any
 import dsec
 from dsec.egress.audit import BURST, WINDOW_S
 from dsec.egress.authority import Authority
-from server_kit import Server
+from server_kit import PATIENCE_S, Server
 
 ECHO = 9000
 FLOOD = 9001
@@ -28,7 +28,7 @@ FLOOD_BYTES = 64 << 20
 
 PRELUDE = """
 import json, socket, ssl, struct, sys, threading, time
-def tcp(name, port, timeout=5):
+def tcp(name, port, timeout=90):
     try:
         return socket.create_connection((name, port), timeout)
     except OSError as error:
@@ -177,7 +177,7 @@ ports = [{tls}]
 private = true
 
 [limits]
-head_s = 1.0
+head_s = 6.0
 
 [hosts]
 "good.example" = ["{address}"]
@@ -229,7 +229,7 @@ def world(state: Path) -> Iterator[World]:
 def inside(box: dsec.Sandbox, code: str) -> Any:
     """What a program inside finds: the value of `found`."""
     program = f"{PRELUDE}\n{code}\nprint(json.dumps(found))"
-    result = box.commands.run(["python3", "-c", program], command_timeout_s=60)
+    result = box.commands.run(["python3", "-c", program], command_timeout_s=300)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -240,6 +240,19 @@ def events(box: dsec.Sandbox, after: int = 0) -> list[dsec.SandboxEvent]:
 
 def reasons(box: dsec.Sandbox, after: int, kind: str = "connection_refused") -> set[str]:
     return {each.data.get("reason", "") for each in events(box, after) if each.type == kind}
+
+
+def heard(
+    box: dsec.Sandbox, after: int, kind: str, enough: Callable[[list[dict[str, Any]]], Any]
+) -> list[dict[str, Any]]:
+    """Events of a kind, once there are `enough`: a connection's end is on record a moment after its program's."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = [each.data for each in events(box, after) if each.type == kind]
+        if enough(found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
 
 
 def now(box: dsec.Sandbox) -> int:

@@ -36,7 +36,7 @@ print(f"1..{len(cases)}", flush=True)
 for number, (given, wanted) in enumerate(cases, 1):
     try:
         done = subprocess.run(
-            ["python3", "/project/src/solution.py"], input=given, capture_output=True, text=True, timeout=20,
+            ["python3", "/project/src/solution.py"], input=given, capture_output=True, text=True, timeout=120,
             user=65534, group=65534, extra_groups=[], cwd="/", start_new_session=True, env={"PATH": "/usr/bin:/bin"},
         )
         right = done.stdout.strip() == wanted
@@ -102,7 +102,7 @@ class Attacked:
             user="root",
             cwd="/",
             report="tap",
-            timeout_s=60.0,
+            timeout_s=500.0,
             **fields,
         )
         return self.sandbox.verify(grader, paths=paths)
@@ -110,7 +110,7 @@ class Attacked:
     def together(self, *, paths: tuple[str, ...] = ("/project",), **fields: Any) -> Verdict:
         """A grader whose process imports the agent's module, as nobody."""
         files = {"/grader/run.py": TOGETHER.encode(), "/project/tests/test_hidden.py": HIDDEN_TEST.encode()}
-        grader = Grader(argv=["python3", "/grader/run.py"], files=files, report="tap", timeout_s=60.0, **fields)
+        grader = Grader(argv=["python3", "/grader/run.py"], files=files, report="tap", timeout_s=500.0, **fields)
         return self.sandbox.verify(grader, paths=paths)
 
     def shell(self, script: str, *, paths: tuple[str, ...] = ("/project",), **fields: Any) -> Verdict:

@@ -312,7 +312,7 @@ class Nursery:
         os.close(box.spawned.pidfd)
         await self.client.forget(box.sandbox)
         if all(other.slot is not box.slot for other in self.boxes.values()):
-            assert await asyncio.to_thread(box.slot.remove, 30.0), "its cgroups can't be emptied"
+            assert await asyncio.to_thread(box.slot.remove, 110.0), "its cgroups can't be emptied"
         shutil.rmtree(self.root / "boxes" / box.sandbox)
 
     def exited(self, sandbox: str, pid: int, status: int) -> None:
@@ -341,7 +341,7 @@ class Nursery:
         for box in self.boxes.values():
             self.wait(box.channel.close())
             os.close(box.spawned.pidfd)
-            assert box.slot.remove(30.0), "its cgroups can't be emptied"
+            assert box.slot.remove(110.0), "its cgroups can't be emptied"
             shutil.rmtree(self.root / "boxes" / box.sandbox)
         self.boxes.clear()
         self._undo.close()

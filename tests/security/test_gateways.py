@@ -18,12 +18,13 @@ TALK = """
 import json, socket, sys
 answers = []
 for name, text in json.loads(sys.stdin.read()):
-    s = socket.create_connection((name, 80), 20)
+    s = socket.create_connection((name, 80), 120)
     s.sendall(text.encode("latin-1"))
-    s.settimeout(1)
     got = b""
     try:
         while some := s.recv(65536):
+            if not got and "Connection: close" not in text:
+                s.shutdown(socket.SHUT_WR)  # what is left of it is answered or not, then the connection ends
             got += some
     except OSError:
         pass

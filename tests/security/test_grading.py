@@ -396,7 +396,7 @@ def test_a_server_in_the_agents_sandbox(agent: Attacked) -> None:
     agent.run("echo 34 >/srv/17; echo 40 >/srv/20")
     agent.sandbox.commands.start(["python3", "-m", "http.server", "8123", "-d", "/srv"])
     agent.run(
-        "for i in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/8123) 2>/dev/null && exit 0; sleep 0.1; done; exit 1"
+        "for i in $(seq 1200); do (exec 3<>/dev/tcp/127.0.0.1/8123) 2>/dev/null && exit 0; sleep 0.1; done; exit 1"
     )
     agent.solution(
         "import urllib.request\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from egress_world import SECRET, World, events, inside, now, reasons, world
+from egress_world import SECRET, World, heard, inside, now, reasons, world
 
 import dsec
 
@@ -17,7 +17,7 @@ FETCH = """
 import urllib.request, urllib.error
 def fetch(url, **options):
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, **options), timeout=9).read().decode()
+        return urllib.request.urlopen(urllib.request.Request(url, **options), timeout=90).read().decode()
     except urllib.error.HTTPError as error:
         return error.code
     except OSError as error:
@@ -41,7 +41,7 @@ def shake(sni, host="api.example", where="api.example"):
 
 KEPT = """
 import http.client
-c = http.client.HTTPSConnection("api.example", timeout=9)
+c = http.client.HTTPSConnection("api.example", timeout=90)
 for _ in range(2):
     try:
         c.request("GET", "/v1/x")
@@ -78,7 +78,7 @@ def test_paths_headers_and_the_log_hold_for_https(there: World, box: dsec.Sandbo
     assert f"Bearer {SECRET}".encode() in there.outside.received
     assert b"v2" not in there.outside.received
     assert inside(box, f'{FETCH}found = fetch("https://api.example/v1/x", method="DELETE")') == 403
-    seen = [each.data for each in events(box, at) if each.type == "gateway"]
+    seen = heard(box, at, "gateway", lambda found: len(found) > 1)
     assert [(each["status"], each["permission"]) for each in seen[:2]] == [
         (200, "http:api.example/v1/*"), (403, "http:api.example/v1/*")
     ]  # fmt: skip

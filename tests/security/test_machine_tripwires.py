@@ -31,7 +31,7 @@ RULES: list[str | Rule] = [
     PathRule(id="answers", paths=["/work/answers/**"], on=["read"], severity=Severity.CRITICAL),
     PathRule(id="kept", paths=["/work/kept", "/etc/debian_version"], on=["write", "remove"]),
     PathRule(id="spared", paths=["/work/spared/**"], on=["write"], unless_exe=["/usr/bin/touch"]),
-    ProcessRule(id="nap", exe=["**/sleep"], argv=["*sleep 0.9*"]),
+    ProcessRule(id="nap", exe=["**/sleep"], argv=["*sleep 900*"]),
 ]
 SPEC = msgspec.structs.replace(SMALL, pids=256, tripwires=RULES)
 DECOY = "/root" + "/.ssh/id_rsa"
@@ -103,8 +103,9 @@ def test_what_is_seen(box: dsec.Sandbox) -> None:
     assert hit(box, at, "kept", "write")["process"]["exe"] == "/usr/bin/mv"
     sh(box, "rm /etc/debian_version")  # of a layer's: a whiteout takes its place
     assert wait_for(box, "tripwire", at, lambda data: data["path"] == "/etc/debian_version")["act"] == "remove"
-    sh(box, "sleep 0.9")
-    assert hit(box, at, "nap", "start")["process"]["argv"] == ["sleep", "0.9"]
+    nap = box.commands.start(["sh", "-c", "sleep 900; true"])
+    assert hit(box, at, "nap", "start")["process"]["argv"] == ["sleep", "900"]
+    nap.kill()
     sh(box, "touch /work/spared/one; echo 1 > /work/spared/two")
     assert hit(box, at, "spared", "write")["path"] == "/work/spared/two"
     sh(box, "mkdir -p /work/tests; echo > /work/tests/test_a.py; mv /work /work2; mv /work2 /work")
@@ -121,8 +122,9 @@ def test_honest_work_and_a_callers_own_file_calls_are_no_hits(box: dsec.Sandbox)
         box,
         "cp -r /etc/default /tmp/etc; find /usr/bin >&2; python3 -c 'import json'; chmod +x /tmp/etc/*; sleep 0.3",
     )
-    sh(box, "sleep 0.9")
+    nap = box.commands.start(["sh", "-c", "sleep 900; true"])
     hit(box, at, "nap", "start")
+    nap.kill()
     found = [each.data for each in events(box, at) if each.type == "tripwire"]
     assert {each["rule"] for each in found if each["severity"] in ("high", "critical")} == set(), found
 
@@ -143,14 +145,16 @@ def test_garbage_and_forged_records_harm_its_own_watch_alone(box: dsec.Sandbox) 
     inside(box, LOOKOUT + "found = os.write(os.open(f'/proc/{lookout()}/fd/1', os.O_WRONLY), b'\\xff' * 4096)")
     assert "malformed" in wait_for(box, "tripwires_lost", at, lambda data: True)["message"]
     at = now(box)
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(each.type == "tripwire" for each in events(box, at)):  # another one looks out soon
+        assert time.monotonic() < deadline
+        sh(box, "echo 1 > /work/spared/three; sleep 0.3")
     forged = DECOY.encode() + b"\0/usr/bin/forged\0"
     inside(
         box,
         LOOKOUT
         + f"""
-import time, struct
-while lookout() is None: time.sleep(0.2)
-time.sleep(0.5)
+import struct
 text = {forged!r}
 record = struct.pack("<BBHII", 2, 0, len(text), 77, 0) + text
 fd = os.open(f"/proc/{{lookout()}}/fd/1", os.O_WRONLY)

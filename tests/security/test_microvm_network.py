@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from egress_world import ECHO, PRELUDE, World, events, inside, now, world
+from egress_world import ECHO, PRELUDE, World, events, heard, inside, now, world
 from test_egress import (  # noqa: F401
     test_a_change_cuts_what_is_open,
     test_a_gateway_serves_while_it_is_granted,
@@ -83,11 +83,10 @@ wanted = [("127.0.0.1", {there.server.port}), ("{outside}", {ECHO}), ("169.254.1
           ("255.255.255.255", 9), ("224.0.0.1", 9), ("10.0.0.1", 22), ("8.8.8.8", 443), ("198.18.255.254", 80)]
 for number, (address, port) in enumerate(wanted, 100_000):
     flush(fd, open_(number, address, port) + record(3, number, b"GET / HTTP/1.0\\r\\n\\r\\n"))
-time.sleep(1)
 found = len(wanted)
 """,
     )
-    refused = [each.data for each in events(box, at) if each.type == "connection_refused"]
+    refused = heard(box, at, "connection_refused", lambda seen: sum(each.get("count", 1) for each in seen) >= found)
     assert sum(each.get("count", 1) for each in refused) == found
     assert not [each for each in events(box, at) if each.type == "connection"]
     assert not there.outside.received
@@ -118,27 +117,24 @@ found = True
 
 def test_a_flood_of_wishes_leaves_the_server_to_others(there: World, box: dsec.Sandbox) -> None:
     """Connections, half of them never spoken on, and names as long as they can be."""
+    at = now(box)
     command = box.commands.start(
         ["python3", "-c", f"{PRELUDE}{POSE}\n"
-         "_, fd = way(); name = socket.gethostbyname('few.example'); number = 1_000_000; began = time.time()\n"
+         "_, fd = way(); name = socket.gethostbyname('few.example'); number = 1_000_000\n"
          "label = bytes([63]) + b'x' * 63\n"
          "query = struct.pack('!HHHHHH', 1, 256, 1, 0, 0, 0) + label * 3 + bytes([61]) + b'x' * 61 + bytes(5)\n"
-         "while time.time() - began < 8:\n"
+         "while not os.path.exists('/tmp/over'):\n"
          "    data = b''.join(open_(number + i, name if i % 2 else '10.0.0.1', 9000) for i in range(100))\n"
          "    flush(fd, data + record(7, number, query) * 20); number += 100\n"
          "print(number)"]
     )  # fmt: skip
-    slowest = 0.0
     with there.client.create("debian") as other:
-        deadline = time.monotonic() + 6
-        while time.monotonic() < deadline:
-            began = time.monotonic()
+        heard(box, at, "connection_refused", len)
+        for _ in range(20):
             other.commands.run(["true"]).check()
-            slowest = max(slowest, time.monotonic() - began)
-        assert other.commands.run(["true"]).exit_code == 0
-    assert slowest < 5
     assert box.network.get().open <= 4
-    command.wait()
+    box.files.write("/tmp/over", "")
+    assert int(command.wait().stdout) > 1_000_000
     assert works_again(there, box) == "hello"
 
 

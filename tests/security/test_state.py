@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from native_guest import UNIFIED
 
 from dsec import AsyncClient, AsyncSandbox
 from dsec.errors import DsecError, PermissionDenied
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.spec.tripwires import PathRule
-from server_kit import PATIENCE_S, Server, serving
+from server_kit import PATIENCE_S, Server, serving, until
 from trees import link_store
 
 pytestmark = pytest.mark.root
@@ -135,6 +136,15 @@ async def paged_out(box: AsyncSandbox) -> None:
             await asyncio.sleep(0.02)
 
 
+def stands_still(pid: int) -> bool:
+    """Whether the kernel says so of the sandbox whose pid 1 this is."""
+    line = next(line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::"))
+    at = Path(str(UNIFIED) + line.removeprefix("0::"))
+    while (at / "cgroup.freeze").read_text() != "1\n":
+        at = at.parent
+    return "frozen 1\n" in (at / "cgroup.events").read_text()
+
+
 async def test_nothing_moves_while_it_is_paused(server: Server, client: AsyncClient) -> None:
     """Threads, daemons, timers, processes that wake others and those that are just being made: all stand still."""
     box = await client.create(SMALL)
@@ -142,9 +152,10 @@ async def test_nothing_moves_while_it_is_paused(server: Server, client: AsyncCli
     async with asyncio.timeout(PATIENCE_S):
         while len((await box.commands.run("ls /count | grep -v new || true")).stdout.split()) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    pid = await server.pid1(box)
     for _ in range(3):
         await box.pause()
-        await asyncio.sleep(0.1)  # who is in the middle of a write ends it
+        until(lambda: stands_still(pid))  # who is in the middle of a write ends it
         before = counts(server, box)
         assert set(before) >= {"thread", "daemon", "main", "forks"}
         await asyncio.sleep(0.4)

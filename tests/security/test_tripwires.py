@@ -36,7 +36,7 @@ from dsec.spec.sandbox import ExecSpec, SandboxSpec, State
 from dsec.spec.tripwires import Action, DecoyRule, MaskedRule, PathRule, ProcessRule, Severity
 
 pytestmark = pytest.mark.root
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Box:
@@ -50,6 +50,15 @@ class Box:
         command = await self.edge.exec(self.id, ExecSpec(argv=["bash", "-c", script], user=user, merge_stderr=True))
         pieces = [piece.data async for piece in command.events() if isinstance(piece, Chunk)]
         return b"".join(pieces).decode(errors="replace")
+
+    @asynccontextmanager
+    async def running(self, *argv: str) -> AsyncIterator[None]:
+        """A program that is there to be looked at, however late that is."""
+        command = await self.edge.exec(self.id, ExecSpec(argv=list(argv)))
+        try:
+            yield
+        finally:
+            await self.edge.signal(self.id, command.key, 9, "all")
 
     async def write(self, path: str, data: bytes) -> None:
         async def chunks() -> AsyncIterator[bytes]:
@@ -108,7 +117,7 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         "swe",
         DecoyRule(id="own-decoy", path="/srv/answers.txt", content="{canary}", mode="644"),
         PathRule(id="reading", paths=["/srv/secret/**"], on=["read"]),
-        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 1.3*"]),
+        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 13*"]),
         SIGN,
     )
     async with watched(config, *rules) as box:
@@ -117,8 +126,8 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         await box.hit("own-decoy", act="read", path="/srv/answers.txt")
 
         # evidence: a process that lives on is known with all that it is
-        await box.sh("exec 3< ~/.ssh/id_rsa; sleep 0.2; true")
-        seen = await box.hit("decoy-ssh-key", severity="high", action="flag")
+        async with box.running("bash", "-c", "exec 3< ~/.ssh/id_rsa; sleep 1000; true"):
+            seen = await box.hit("decoy-ssh-key", severity="high", action="flag")
         assert seen["process"]["exe"] == "/usr/bin/bash"
         assert seen["process"]["uid"] == 0
         assert seen["process"]["argv"][:2] == ["bash", "-c"]
@@ -140,16 +149,17 @@ async def test_what_is_seen(config: Config, monkeypatch: pytest.MonkeyPatch) -> 
         await box.settle()
         await box.sh("rm /p/tests/a.py")
         await box.hit("tests-changed", act="remove", path="/p/tests/a.py")
-        await box.sh("mkdir /srv/secret; echo x > /srv/secret/a; exec 3< /srv/secret/a; sleep 0.1; true")
-        assert (await box.hit("reading", act="read", path="/srv/secret/a"))["process"]
+        await box.sh("mkdir /srv/secret; echo x > /srv/secret/a")
+        async with box.running("bash", "-c", "exec 3< /srv/secret/a; sleep 1000; true"):
+            assert (await box.hit("reading", act="read", path="/srv/secret/a"))["process"]
         await box.sh("truncate -s 0 /usr/lib/python3/dist-packages/sitecustomize.py; touch /opt/sitecustomize.py")
         await box.hit("python-startup-hook")
 
         # programs, masks
         await box.sh("cp /usr/bin/true /tmp/nmap; /tmp/nmap")
         await box.hit("scanner", act="start", path="/tmp/nmap")
-        await box.sh("sleep 1.31")  # long enough to be looked at, whatever the machine does
-        assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "1.31"]
+        async with box.running("bash", "-c", "sleep 13000; true"):
+            assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "13000"]
         await box.sh("cat /proc/keys; ls /proc/bus")
         await box.hit("masked-kernel-file", path="/proc/keys")
         await box.hit("masked-kernel-file", path="/proc/bus")
@@ -171,24 +181,24 @@ async def test_a_start_that_takes_long_is_seen_with_its_own_words(config: Config
     """As on a busy host, and of a program whose data has yet to come. Here the loader's opening is held up, which comes
     after the program's own."""
     rules = (
-        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 1.3*"]),
+        ProcessRule(id="argv", exe=["**/sleep"], argv=["sleep 13*"]),
         ProcessRule(id="shell", exe=["**/sleep"], argv=["bash *"]),
         ProcessRule(id="any", exe=["**/sleep"]),
         ProcessRule(id="script", exe=["/tmp/script"], argv=["*/bash /tmp/script now"]),
     )
     async with watched(config, *rules) as box:
-        await box.sh("printf '#!/bin/bash\\nsleep 0.2; exit 0' > /tmp/script; chmod +x /tmp/script")
+        await box.sh("printf '#!/bin/bash\\nsleep 9000; exit 0' > /tmp/script; chmod +x /tmp/script")
         instance = box.edge._lives.sandboxes[box.id].here()
         assert isinstance(instance, WatchedHost)
         with held_up(f"/proc/{instance.pid}/root", "lib64/ld-linux-x86-64.so.2", 0.1):
-            await box.sh("sleep 1.31")
-            assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "1.31"]
-            await box.hit("any")
+            async with box.running("bash", "-c", "sleep 13000; true"):
+                assert (await box.hit("argv"))["process"]["argv"] == ["sleep", "13000"]
+                await box.hit("any")
             # the guest's child, which is the guest until then
-            await box.edge.exec(box.id, ExecSpec(argv=["sleep", "1.32"]))
-            await box.until(lambda: box.edge.tripwires(box.id).hits["argv"] == 2)
-            await box.sh("/tmp/script now; sleep 0.5")
-            await box.hit("script")
+            async with box.running("sleep", "13001"):
+                await box.until(lambda: box.edge.tripwires(box.id).hits["argv"] == 2)
+            async with box.running("bash", "-c", "/tmp/script now; true"):
+                await box.hit("script")
         assert not box.hits("shell"), "the former program's words are not the start's"
 
 
@@ -309,7 +319,7 @@ async def test_an_end(config: Config) -> None:
     rule = DecoyRule(id="trap", path="/srv/trap", severity=Severity.CRITICAL, action=Action.END)
     async with watched(config, rule) as box:
         with pytest.raises(SandboxEnded):
-            await box.sh("cat /srv/trap; sleep 30")
+            await box.sh("cat /srv/trap; sleep 1000")
         await box.until(lambda: box.edge.get(box.id).state is State.ENDED)
         info = box.edge.get(box.id)
         assert (info.cause, info.infra) == (Cause.TRIPWIRE, False)

@@ -148,7 +148,7 @@ def test_a_stem_that_lies_about_its_branch_is_ended() -> None:
         none = {"cgroups": 0, "files": [], "sockets": 0, "over": 0}
         with pytest.raises(OSError, match="1 is no branch"):
             launcher.branch({"id": "one", "stem": "stem", "uid": UID_BASE} | none, [])
-        assert stem.wait(10) == -signal.SIGKILL
+        assert stem.wait(120) == -signal.SIGKILL
     assert "one" not in launcher.live
     os.close(launcher.own_pids)
 
@@ -167,7 +167,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
 def test_a_launcher_that_nobody_came_to_ends(tmp_path: Path) -> None:
     """Whoever started it was killed before it could know of it."""
     with subprocess.Popen([sys.executable, "-c", IDLE, str(tmp_path / "one.sock")]) as launcher:
-        assert launcher.wait(60) == 0
+        assert launcher.wait(180) == 0
 
 
 async def test_a_launcher_whose_start_was_cancelled_is_known(backend: MicroVmBackend) -> None:

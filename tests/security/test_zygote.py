@@ -19,6 +19,7 @@ from dsec.channel import SocketChannel
 from dsec.edge.config import SystemClock
 from dsec.errors import CreateFailed, SandboxNotFound, Unavailable
 from dsec.spec.operations import OpEnd, OpRequest
+from server_kit import until
 
 pytestmark = pytest.mark.root
 
@@ -39,7 +40,7 @@ def descriptors(pid: int) -> int:
 
 def wait_for_end(pid: int) -> None:
     """Of a process that isn't ours to wait for; a zombie counts as ended."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while os.path.lexists(f"/proc/{pid}/exe") and time.monotonic() < deadline:
         try:
             Path(f"/proc/{pid}/exe").readlink()
@@ -112,7 +113,7 @@ def test_a_second_edge_replaces_the_first(own: Nursery) -> None:
         own.client._on_lost = lost.set
         newer = ZygoteClient(on_exit=own.exited)
         await newer.connect(own.socket)
-        await asyncio.wait_for(lost.wait(), 30)
+        await asyncio.wait_for(lost.wait(), 110)
         with pytest.raises(Unavailable):
             await own.client.forget("box1")
         own.client = newer
@@ -149,8 +150,8 @@ def test_a_bad_request_is_refused_and_leaves_nothing(nursery: Nursery, change: d
             nursery.make(**change)
     nursery.make().close()
     assert descriptors(nursery.zygote.pid) <= before + 32, "at most the pool of net namespaces grew"
-    children = Path(f"/proc/{nursery.zygote.pid}/task/{nursery.zygote.pid}/children").read_text().split()
-    assert len(children) == len(nursery.boxes)
+    children = Path(f"/proc/{nursery.zygote.pid}/task/{nursery.zygote.pid}/children")
+    until(lambda: len(children.read_text().split()) == len(nursery.boxes))
 
 
 def test_an_id_is_used_once(make_box: Callable[..., Box], nursery: Nursery) -> None:
@@ -183,7 +184,7 @@ def test_descriptors_of_the_zygote_do_not_leak(nursery: Nursery) -> None:
     many = descriptors(nursery.zygote.pid)
     for box in boxes:
         box.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while descriptors(nursery.zygote.pid) > many - 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     for _ in range(5):
@@ -207,7 +208,7 @@ def test_nonsense_ends_the_connection_only(own: Nursery) -> None:
     own.client.close()
     for packet in (b"x", b"\0" * 16, b"\0" * 15 + b"\x82", bytes.fromhex("00000000820000000100000000000000")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(30)
+            sock.settimeout(120)
             sock.connect(str(own.socket))
             sock.send(packet)
             assert sock.recv(100) == b""
