@@ -30,6 +30,7 @@ enum copier_kind {
     COPIER_WHOLE = 4,  /* the one chunk, of any size; what is written is worth nothing where it isn't right */
     COPIER_PLAN = 5,   /* the holder's blob `token` is served from now on. SCM_RIGHTS {plan, data, bitmap}. No chunks, no path */
     COPIER_WITHDRAW = 6, /* it is no more. No chunks, no path */
+    COPIER_UPTO = 7,   /* as PART, as far as the source goes */
 };
 
 enum copier_where {

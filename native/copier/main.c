@@ -110,15 +110,13 @@ static bool copy_part(const struct copier_chunk *chunk, uint64_t offset, int sou
     return true;
 }
 
-static bool check(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    (void)target;
-    if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
-    for (uint32_t at = 0, size; at < chunk->size; at += size) {
-        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
-        if (!read_piece(source, w->data, size, offset + at, done)) return false;
-        if (!update_digest(w->context, w->data, size)) return failed(done, COPIER_REFUSED, ENOMEM);
-    }
-    return is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0);
+static bool copy_upto(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    struct copier_chunk there = *chunk;
+    struct stat st;
+    if (fstat(source, &st) < 0) return failed(done, COPIER_SOURCE, errno);
+    uint64_t left = (uint64_t)st.st_size > offset ? (uint64_t)st.st_size - offset : 0;
+    if (left < there.size) there.size = (uint32_t)left;
+    return copy_part(&there, offset, source, target, w, done);
 }
 
 /* A digest that is computed by a thread of its own while another one reads and writes: pieces go to it in two buffers, in turn. */
@@ -181,7 +179,7 @@ static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int so
             good = read_piece(source, data, size, offset + at, done);
             if (!good) break;
             put_piece(&pieces, size);
-            if (!write_at(target, data, size, chunk->target + at)) good = failed(done, COPIER_TARGET, errno);
+            if (target >= 0 && !write_at(target, data, size, chunk->target + at)) good = failed(done, COPIER_TARGET, errno);
         }
         put_piece(&pieces, 0);
         pthread_join(thread, NULL);
@@ -191,18 +189,24 @@ static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int so
     return good && (is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0));
 }
 
+static bool check(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    (void)target;
+    return copy_whole(chunk, offset, source, -1, w, done);
+}
+
 static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
     const struct copier_job *job = &packet->job;
     const struct copier_chunk *chunks = (const void *)(job + 1);
-    if (job->count > COPIER_CHUNKS || job->kind > COPIER_WHOLE) return failed(done, COPIER_REFUSED, EINVAL);
+    static bool (*const kinds[])(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) = {
+        [COPIER_COPY] = copy_chunk, [COPIER_PART] = copy_part, [COPIER_CHECK] = check, [COPIER_WHOLE] = copy_whole, [COPIER_UPTO] = copy_upto,
+    };
+    if (job->count > COPIER_CHUNKS || job->kind >= sizeof kinds / sizeof *kinds || !kinds[job->kind]) return failed(done, COPIER_REFUSED, EINVAL);
     const char *path = (const char *)(chunks + job->count);
     if (!job->path_bytes || size != (size_t)(path - packet->bytes) + job->path_bytes || path[job->path_bytes - 1]) return failed(done, COPIER_REFUSED, EINVAL);
     int source = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     if (source < 0) return failed(done, COPIER_SOURCE, errno);
     uint64_t offset = job->offset;
-    bool (*one)(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) =
-        job->kind == COPIER_COPY ? copy_chunk : job->kind == COPIER_PART ? copy_part : job->kind == COPIER_WHOLE ? copy_whole : check;
-    while (done->copied < job->count && one(&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
+    while (done->copied < job->count && kinds[job->kind](&chunks[done->copied], offset, source, target, w, done)) offset += chunks[done->copied++].size;
     close(source);
     return done->where == COPIER_COPIED;
 }

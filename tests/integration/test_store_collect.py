@@ -14,6 +14,7 @@ from dsec.edge.config import SystemClock
 from dsec.errors import LayerCorrupt, Unavailable
 from dsec.store.blobs import DirectoryStore
 from dsec.store.environments import EnvironmentStore
+from dsec.store.format import image_key
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.remote import RemoteCatalog
 from dsec.store.service import LayerService
@@ -105,8 +106,10 @@ async def test_a_name_that_can_not_be_read_may_stand_for_anything(tmp_path: Path
     with pytest.raises(Unavailable, match="names/layers/tools@1/p"):
         await service.collect(least_age_s=-1)
     await shared.verify(layer)
+    assert await store.size(image_key(layer)) == shared._layers.manifest(layer).metadata_bytes
     await store.delete("names/layers/tools@1/p")
     assert await service.collect(least_age_s=-1) > 0
+    assert await store.size(image_key(layer)) is None
 
 
 @pytest.mark.parametrize("part", ["packs", "metadata", "placements", "manifests"])

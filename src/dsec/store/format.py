@@ -9,6 +9,7 @@ Keys in a store:
 
     manifests/<layer>      canonical JSON, whose SHA-256 is <layer>
     metadata/<sha256>      a metadata image
+    images/<layer>         the same once more, for who doesn't know its digest yet. Layers of older versions have none
     packs/<sha256>         chunks back to back: those of one layer that were new, in the order of its data
     placements/<layer>     where this layer's chunks lie; written before the manifest, replaced only by equivalents
     traces/<layer>         what sandboxes read first (written by lazy fill)
@@ -233,6 +234,10 @@ def manifest_key(layer: str) -> str:
 
 def metadata_key(digest: str) -> str:
     return f"metadata/{digest}"
+
+
+def image_key(layer: str) -> str:
+    return f"images/{layer}"
 
 
 def pack_key(digest: str) -> str:

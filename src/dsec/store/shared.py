@@ -200,6 +200,7 @@ class SharedLayers:
                 await self.store.put(form.metadata_key(manifest.metadata), image)
             elif await self.store.put_if_absent(form.metadata_key(manifest.metadata), image):
                 added += len(image)
+            await self.store.put(form.image_key(layer), image)
             places = [known[chunk.digest] for chunk in chunks]
             await self.store.put(form.placement_key(layer), msgspec.json.encode(form.pack_places(places)))
             await self.store.put(form.manifest_key(layer), manifest.encode())
@@ -283,7 +284,7 @@ class SharedLayers:
                 top, _, layer = key.partition("/")
                 if top == "manifests" and (layer in keep or info.modified_at > now - least_age_s):
                     progress(f"keeping {layer[:12]}")
-                    needed |= {key, form.placement_key(layer), form.trace_key(layer)}
+                    needed |= {key, form.placement_key(layer), form.image_key(layer), form.trace_key(layer)}
                     manifest = await self.manifest(layer)
                     needed.add(form.metadata_key(manifest.metadata))
                     if manifest.data_bytes:
@@ -303,7 +304,7 @@ class SharedLayers:
             return sum(info.size for info in doomed)
 
 
-_COLLECTED = ("manifests", "placements", "metadata", "packs", "traces")
+_COLLECTED = ("manifests", "placements", "metadata", "images", "packs", "traces")
 
 
 class _Group:

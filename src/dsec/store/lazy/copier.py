@@ -32,9 +32,9 @@ MOST_CHUNKS = 256
 """Of one job."""
 _JOB = struct.Struct("=QQQIIiI")
 """id, token, offset in the source, count, bytes of the path, nice, kind."""
-COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW = range(7)
+COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO = range(8)
 """Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing; copy
-one chunk of any size, which may be wrong in the target where that fails."""
+one chunk of any size, which may be wrong in the target where that fails; as `PART`, as far as the source goes."""
 _CHUNK = struct.Struct("=QIxxxx32s")
 """offset in the target, size, digest."""
 _DONE = struct.Struct("=QIiII")

@@ -27,6 +27,7 @@ from dsec.store.format import (
     Manifest,
     Place,
     check_chunk,
+    image_key,
     iter_runs,
     manifest_key,
     metadata_key,
@@ -35,7 +36,7 @@ from dsec.store.format import (
     trace_key,
 )
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
-from dsec.store.lazy.copier import CHECK, PART, WHOLE, Copier, CopierGone
+from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone
 from dsec.store.lazy.trace import decode_trace, load_trace
 from dsec.store.threads import started_pool
 
@@ -58,6 +59,8 @@ _PARTS = 8
 """A layer's metadata comes in so many requests at the same time,"""
 _PART_BYTES = 256 << 10
 """none of them for less."""
+_GUESS_BYTES = _PARTS * _PART_BYTES
+"""Of an image are asked for before it is known how large it is."""
 _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
@@ -200,13 +203,66 @@ class Fetcher:
                 self._queued.setdefault(key, layer)
         self._start_queued()
 
-    async def metadata(self, layer: str, manifest: Manifest, path: Path) -> None:
+    def guess(self, layer: str, path: Path) -> asyncio.Task[list[bytes]] | None:
+        """Ask for a layer's metadata image before its digest and size are known: one turn less to a store that is far.
+        The first `_GUESS_BYTES` of it, where they can be had, go into the file (the result is empty then) or are the
+        result. None: it isn't worth that."""
+        return None if self.near else create_task(self._guess(image_key(layer), path))
+
+    async def _guess(self, key: str, path: Path) -> list[bytes]:
+        starts = range(0, _GUESS_BYTES, _PART_BYTES)
+        source = self._store.file(key)
+        if self._copier is None or source is None:
+            gets = (self._store.get(key, at, _PART_BYTES) for at in starts)
+            got = await asyncio.gather(*gets, return_exceptions=True)
+            return [part for part in got if isinstance(part, bytes)]
+        target = open_new(path)
+        try:
+            parts = [Chunk(at, _PART_BYTES, bytes(32)) for at in starts]
+            with contextlib.suppress(CopierGone):
+                jobs = [self._begin(self._copier, source, target, part, UPTO) for part in parts]
+                await asyncio.gather(*jobs, return_exceptions=True)
+            return []
+        finally:
+            os.close(target)
+
+    async def metadata(
+        self, layer: str, manifest: Manifest, path: Path, guessed: asyncio.Task[list[bytes]] | None = None
+    ) -> None:
         """The metadata image into a file, which is good only where this returns. Raises `NotFound`, `Unavailable`,
         `LayerCorrupt`, OSError."""
         try:
-            await self._metadata(manifest, path)
+            # Until it has ended it writes; what it wrote may be anything.
+            if guessed is None or not await self._guessed(manifest, path, await guessed):
+                await self._metadata(manifest, path)
         except LayerCorrupt as error:
             raise LayerCorrupt(f"the metadata of layer {layer}: {error.message}", layer=layer) from error
+
+    async def _guessed(self, manifest: Manifest, path: Path, parts: list[bytes]) -> bool:
+        """Whether that was it, and with the rest of it is now in the file. Raises as `_metadata`."""
+        key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
+        if size >= 1 << 32:
+            return False
+        had, source = min(size, _GUESS_BYTES), self._store.file(key)
+        rest = range(had, size, max(_PART_BYTES, -(-(size - had) // _PARTS)))
+        with contextlib.suppress(LayerCorrupt, CopierGone):
+            if self._copier is None or source is None:
+                if sum(map(len, parts)) < had:
+                    return False
+                more = await asyncio.gather(*(self._store.get(key, at, min(rest.step, size - at)) for at in rest))
+                await asyncio.to_thread(_write_whole, path, [b"".join(parts)[:had], *more], manifest.metadata)
+                return True
+            whole, target = Chunk(0, size, bytes.fromhex(manifest.metadata)), open_new(path)
+            try:
+                if os.fstat(target).st_size < had:
+                    return False
+                os.truncate(target, had)
+                await self._copy_parts(self._copier, source, target, whole, rest)
+                await self._begin(self._copier, path, target, whole, CHECK)
+                return True
+            finally:
+                os.close(target)
+        return False
 
     async def _metadata(self, manifest: Manifest, path: Path) -> None:
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
@@ -221,21 +277,27 @@ class Fetcher:
         await asyncio.to_thread(_write_whole, path, image, manifest.metadata)
 
     @staticmethod
-    async def _copy_whole(copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
-        def begin(source: Path, chunk: Chunk, kind: int) -> asyncio.Future[None]:
-            copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            copier.copy(source, chunk.offset, [chunk], target, partial(_settle, copied), nice=NICE, kind=kind)
-            return copied
+    def _begin(copier: Copier, source: Path, target: int, chunk: Chunk, kind: int) -> asyncio.Future[None]:
+        """Raises `CopierGone`."""
+        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        copier.copy(source, chunk.offset, [chunk], target, partial(_settle, copied), nice=NICE, kind=kind)
+        return copied
 
+    async def _copy_whole(self, copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
         target = open_new(path)
         try:
             if step == whole.size:  # read once
-                return await begin(source, whole, WHOLE)
-            parts = (Chunk(at, min(step, whole.size - at), whole.digest) for at in range(0, whole.size, step))
-            await asyncio.gather(*(begin(source, part, PART) for part in parts))
-            await begin(path, whole, CHECK)
+                await self._begin(copier, source, target, whole, WHOLE)
+            else:
+                await self._copy_parts(copier, source, target, whole, range(0, whole.size, step))
+                await self._begin(copier, path, target, whole, CHECK)
         finally:
             os.close(target)
+
+    async def _copy_parts(self, copier: Copier, source: Path, target: int, whole: Chunk, starts: range) -> None:
+        """What begins at `starts`; it isn't looked at."""
+        parts = [Chunk(at, min(starts.step, whole.size - at), whole.digest) for at in starts]
+        await asyncio.gather(*(self._begin(copier, source, target, part, PART) for part in parts))
 
     def described(self, layer: str) -> tuple[asyncio.Task[bytes], asyncio.Task[bytes], asyncio.Task[list[int]]]:
         """The manifest and the placement (not verified), and the trace, empty where there is none: all asked for now.

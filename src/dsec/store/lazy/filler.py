@@ -150,23 +150,24 @@ class Filler:
 
     async def _begin(self, layer: str) -> Served:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
+        begun = self.cache.make()
+        self._prepare_later()
         manifested, placed, traced = self.fetcher.described(layer)
+        guessed = self.fetcher.guess(layer, begun / "meta.erofs")
         try:
             manifest = await manifested
             decoded = decode_manifest(manifest, layer)
-            begun = self.cache.make()
         except BaseException:
-            await _dropped(manifested, placed, traced)
+            await _dropped(manifested, placed, traced, *([guessed] if guessed else []))
+            self.cache.unmake(begun)
             raise
-        self._prepare_later()
-        image = asyncio.create_task(self.fetcher.metadata(layer, decoded, begun / "meta.erofs"))
+        image = asyncio.create_task(self.fetcher.metadata(layer, decoded, begun / "meta.erofs", guessed))
         number = -1
         try:
             await _turns()
             placement, trace = await placed, await traced
             if len(manifest) > _LARGE_BYTES:
                 cached = await asyncio.to_thread(self.cache.begin, begun, layer, decoded, manifest, placement)
-            else:  # sooner done than a thread is awake
                 cached = self.cache.begin(begun, layer, decoded, manifest, placement)
             served = None
             try:
