@@ -31,6 +31,7 @@ enum copier_kind {
     COPIER_PLAN = 5,   /* the holder's blob `token` is served from now on. SCM_RIGHTS {plan, data, bitmap}. No chunks, no path */
     COPIER_WITHDRAW = 6, /* it is no more. No chunks, no path */
     COPIER_UPTO = 7,   /* as PART, as far as the source goes */
+    COPIER_TELL = 8,   /* as UPTO, and the digest of what was copied is told */
 };
 
 enum copier_where {
@@ -73,5 +74,6 @@ struct copier_done {
     int32_t error;
     uint32_t copied; /* chunks */
     uint32_t told;   /* the holder knows */
+    uint8_t digest[32];
 };
 #endif

@@ -110,13 +110,18 @@ static bool copy_part(const struct copier_chunk *chunk, uint64_t offset, int sou
     return true;
 }
 
-static bool copy_upto(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    struct copier_chunk there = *chunk;
+/* Of the chunk what the source has. */
+static bool cut_off(struct copier_chunk *chunk, uint64_t offset, int source, struct copier_done *done) {
     struct stat st;
     if (fstat(source, &st) < 0) return failed(done, COPIER_SOURCE, errno);
     uint64_t left = (uint64_t)st.st_size > offset ? (uint64_t)st.st_size - offset : 0;
-    if (left < there.size) there.size = (uint32_t)left;
-    return copy_part(&there, offset, source, target, w, done);
+    if (left < chunk->size) chunk->size = (uint32_t)left;
+    return true;
+}
+
+static bool copy_upto(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    struct copier_chunk there = *chunk;
+    return cut_off(&there, offset, source, done) && copy_part(&there, offset, source, target, w, done);
 }
 
 /* A digest that is computed by a thread of its own while another one reads and writes: pieces go to it in two buffers, in turn. */
@@ -164,7 +169,8 @@ static void put_piece(struct pieces *p, uint32_t size) {
     pthread_mutex_unlock(&p->lock);
 }
 
-static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+/* `target` -1: nothing is written. The digest is in the worker's context then. */
+static bool copy_digested(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
     if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
     struct worker *second = take(0, w->nice);
     struct pieces pieces = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER, .context = w->context, .data = {w->data, second->data}};
@@ -185,8 +191,18 @@ static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int so
         pthread_join(thread, NULL);
     }
     give(second);
-    if (good && pieces.failed) return failed(done, COPIER_REFUSED, ENOMEM);
-    return good && (is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0));
+    return good && (!pieces.failed || failed(done, COPIER_REFUSED, ENOMEM));
+}
+
+static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    return copy_digested(chunk, offset, source, target, w, done) && (is_right(w->context, chunk) || failed(done, COPIER_WRONG, 0));
+}
+
+static bool copy_telling(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
+    struct copier_chunk there = *chunk;
+    unsigned length = 0;
+    if (!cut_off(&there, offset, source, done) || !copy_digested(&there, offset, source, target, w, done)) return false;
+    return (end_digest(w->context, done->digest, &length) && length == DIGEST) || failed(done, COPIER_REFUSED, ENOMEM);
 }
 
 static bool check(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
@@ -199,6 +215,7 @@ static bool carry_out(const union packet *packet, size_t size, int target, struc
     const struct copier_chunk *chunks = (const void *)(job + 1);
     static bool (*const kinds[])(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) = {
         [COPIER_COPY] = copy_chunk, [COPIER_PART] = copy_part, [COPIER_CHECK] = check, [COPIER_WHOLE] = copy_whole, [COPIER_UPTO] = copy_upto,
+        [COPIER_TELL] = copy_telling,
     };
     if (job->count > COPIER_CHUNKS || job->kind >= sizeof kinds / sizeof *kinds || !kinds[job->kind]) return failed(done, COPIER_REFUSED, EINVAL);
     const char *path = (const char *)(chunks + job->count);

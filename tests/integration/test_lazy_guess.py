@@ -33,9 +33,9 @@ def s3() -> Iterator[str]:
             yield url
 
 
-@pytest.fixture(params=["copier", "directory", "bucket"])
-async def far(request: pytest.FixtureRequest, s3: str, tmp_path: Path) -> AsyncIterator[tuple[BlobStore, Fetcher]]:
-    """A store that seems far, and who fetches from it."""
+@pytest.fixture(params=["copier", "near", "directory", "bucket"])
+async def stored(request: pytest.FixtureRequest, s3: str, tmp_path: Path) -> AsyncIterator[tuple[BlobStore, Fetcher]]:
+    """A store, and who fetches from it."""
     url = str(tmp_path / "store")
     if request.param == "bucket":
         name = tmp_path.name.replace("_", "-").strip("-")
@@ -43,9 +43,12 @@ async def far(request: pytest.FixtureRequest, s3: str, tmp_path: Path) -> AsyncI
         url = f"s3://{name}?endpoint={s3}&region=us-east-1"
     store = open_store(url)
     clock = SystemClock()
-    copier = Copier(native_guest.built("sanitized", "copier"), None, clock) if request.param == "copier" else None
+    program = native_guest.built("sanitized", "copier")
+    copier = Copier(program, None, clock) if request.param in {"copier", "near"} else None
     fetcher = Fetcher(store, clock, copier)
-    assert not fetcher.near
+    if request.param == "near":
+        fetcher._took_s.append(0.0)
+    assert fetcher.near == (request.param == "near")
     yield store, fetcher
     await fetcher.close()
     if copier is not None:
@@ -61,16 +64,14 @@ def made(size: int) -> tuple[bytes, Manifest]:
 
 
 async def fetched(fetcher: Fetcher, manifest: Manifest, path: Path) -> bytes:
-    guessed = fetcher.guess(LAYER, path)
-    assert guessed is not None
-    await fetcher.metadata(LAYER, manifest, path, guessed)
+    await fetcher.metadata(LAYER, manifest, path, fetcher.guess(LAYER, path))
     with open(path, "rb") as file:  # noqa: ASYNC230
         return file.read()
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_it_is_what_the_manifest_says(far: tuple[BlobStore, Fetcher], size: int, tmp_path: Path) -> None:
-    store, fetcher = far
+async def test_it_is_what_the_manifest_says(stored: tuple[BlobStore, Fetcher], size: int, tmp_path: Path) -> None:
+    store, fetcher = stored
     image, manifest = made(size)
     damaged = bytearray(image)
     damaged[size // 3] ^= 1
@@ -83,8 +84,8 @@ async def test_it_is_what_the_manifest_says(far: tuple[BlobStore, Fetcher], size
 
 
 @pytest.mark.parametrize("size", SIZES[:3])
-async def test_one_turn_is_enough(far: tuple[BlobStore, Fetcher], size: int, tmp_path: Path) -> None:
-    store, fetcher = far
+async def test_one_turn_is_enough(stored: tuple[BlobStore, Fetcher], size: int, tmp_path: Path) -> None:
+    store, fetcher = stored
     image, manifest = made(size)
     await store.put(image_key(LAYER), image)
     assert await fetched(fetcher, manifest, tmp_path / "image") == image

@@ -214,7 +214,7 @@ def test_packets_that_are_no_jobs_are_refused(tmp_path: Path) -> None:
         ours.send(good)  # without a target
         assert module._DONE.unpack(ours.recv(100))[1] == module._TARGET
         socket.send_fds(ours, [good], [target.fileno()])
-        assert module._DONE.unpack(ours.recv(100)) == (7, module._COPIED, 0, 1, 0)
+        assert module._DONE.unpack(ours.recv(100)) == (7, module._COPIED, 0, 1, 0, bytes(32))
         ours.close()
         assert process.communicate(timeout=180)[1] == ""
         assert process.returncode == 0

@@ -32,13 +32,13 @@ MOST_CHUNKS = 256
 """Of one job."""
 _JOB = struct.Struct("=QQQIIiI")
 """id, token, offset in the source, count, bytes of the path, nice, kind."""
-COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO = range(8)
+COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO, _TELL = range(9)
 """Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing; copy
 one chunk of any size, which may be wrong in the target where that fails; as `PART`, as far as the source goes."""
 _CHUNK = struct.Struct("=QIxxxx32s")
 """offset in the target, size, digest."""
-_DONE = struct.Struct("=QIiII")
-"""id, where, error, copied, told."""
+_DONE = struct.Struct("=QIiII32s")
+"""id, where, error, copied, told, digest."""
 _COPIED, _SOURCE, _SHORT, _WRONG, _TARGET, _REFUSED, _ALL = range(7)
 _AGAIN_S = 5.0
 """Between two starts."""
@@ -57,6 +57,7 @@ class _Job(NamedTuple):
     source: Path
     chunks: Sequence[Chunk]
     done: Done
+    tell: Callable[[bytes], None] = lambda digest: None
 
 
 class Copier:
@@ -105,6 +106,28 @@ class Copier:
         if self._backlog or not self._send(channel, packet, [target]):
             self._backlog.append((packet, [os.dup(target)]))
         return self._numbers
+
+    def copy_telling(self, source: Path, target: int, most: int, *, nice: int) -> asyncio.Future[bytes]:
+        """A file, or at most so many bytes of it, to the begin of the file `target` (a descriptor, which may be closed
+        at once). The future's result: the SHA-256 of what was copied; else as `Done` says. Raises `CopierGone`."""
+        told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        digest = b""
+
+        def tell(found: bytes) -> None:
+            nonlocal digest
+            digest = found
+
+        def done(_: bool, error: Exception | None) -> None:
+            if told.done():  # who waited was cancelled
+                return
+            if error is None:
+                told.set_result(digest)
+            else:
+                told.set_exception(error)
+
+        number = self.copy(source, 0, [Chunk(0, most, bytes(32))], target, done, nice=nice, kind=_TELL)
+        self._jobs[number] = self._jobs[number]._replace(tell=tell)
+        return told
 
     def plan(self, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:
         """Have it serve this blob of the holder's: {plan, data, bitmap}, which may be closed at once. The future's
@@ -219,7 +242,7 @@ class Copier:
                     self._process.kill()
                 self._lost()
                 return
-            number, where, error, copied, told = _DONE.unpack(answer)
+            number, where, error, copied, told, digest = _DONE.unpack(answer)
             if where == _ALL:
                 self.on_all(copied)
                 continue
@@ -227,6 +250,7 @@ class Copier:
             while self._backlog and self._send(channel, *self._backlog[0]):
                 _close(self._backlog.popleft()[1])
             if job is not None:
+                job.tell(digest)
                 job.done(bool(told), None if where == _COPIED else _error(job, where, error, copied))
 
 

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dsec.errors import DsecError, LayerCorrupt, NotFound
 from dsec.ports import BlobStore, Clock
@@ -60,12 +60,23 @@ _PARTS = 8
 _PART_BYTES = 256 << 10
 """none of them for less."""
 _GUESS_BYTES = _PARTS * _PART_BYTES
-"""Of an image are asked for before it is known how large it is."""
+"""Of a far image are asked for before it is known how large it is."""
+_GUESSED = range(0, _GUESS_BYTES, _PART_BYTES)
+_NEAR_GUESS_BYTES = 64 << 20
 _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.05
 _NO_LAYER = "0" * 64
+
+
+class _Guess(NamedTuple):
+    """What came of a metadata image whose digest wasn't known yet."""
+
+    parts: Sequence[bytes] = ()
+    """From its begin on, where they aren't in the file."""
+    digest: bytes = b""
+    """Of all that is in the file; empty: not known."""
 
 
 class _Run:
@@ -113,7 +124,8 @@ def _write_whole(path: Path, parts: Sequence[bytes], digest: str) -> None:
         found.update(part)
     if found.hexdigest() != digest:
         raise LayerCorrupt(f"the metadata image {digest} is not what its digest says")
-    put_new(path, b"".join(parts))
+    image = b"".join(parts)
+    put_new(path, image, len(image))
 
 
 class Fetcher:
@@ -203,61 +215,69 @@ class Fetcher:
                 self._queued.setdefault(key, layer)
         self._start_queued()
 
-    def guess(self, layer: str, path: Path) -> asyncio.Task[list[bytes]] | None:
-        """Ask for a layer's metadata image before its digest and size are known: one turn less to a store that is far.
-        The first `_GUESS_BYTES` of it, where they can be had, go into the file (the result is empty then) or are the
-        result. None: it isn't worth that."""
-        return None if self.near else create_task(self._guess(image_key(layer), path))
+    def guess(self, layer: str, path: Path) -> asyncio.Task[_Guess]:
+        """Ask for a layer's metadata image before its digest and size are known, at the same time as for the manifest.
+        All of it, or of a far store's the first `_GUESS_BYTES`, as far as it can be had."""
+        return create_task(self._guess(image_key(layer), path))
 
-    async def _guess(self, key: str, path: Path) -> list[bytes]:
-        starts = range(0, _GUESS_BYTES, _PART_BYTES)
+    async def _guess(self, key: str, path: Path) -> _Guess:
         source = self._store.file(key)
-        if self._copier is None or source is None:
-            gets = (self._store.get(key, at, _PART_BYTES) for at in starts)
+        if self._copier is not None and source is not None:
+            target = open_new(path)
+            try:
+                with contextlib.suppress(CopierGone):
+                    return await self._guess_into(self._copier, source, target)
+            finally:
+                os.close(target)
+        elif not self.near:
+            gets = (self._store.get(key, at, _PART_BYTES) for at in _GUESSED)
             got = await asyncio.gather(*gets, return_exceptions=True)
-            return [part for part in got if isinstance(part, bytes)]
-        target = open_new(path)
-        try:
-            parts = [Chunk(at, _PART_BYTES, bytes(32)) for at in starts]
-            with contextlib.suppress(CopierGone):
-                jobs = [self._begin(self._copier, source, target, part, UPTO) for part in parts]
-                await asyncio.gather(*jobs, return_exceptions=True)
-            return []
-        finally:
-            os.close(target)
+            return _Guess([part for part in got if isinstance(part, bytes)])
+        return _Guess()
 
-    async def metadata(
-        self, layer: str, manifest: Manifest, path: Path, guessed: asyncio.Task[list[bytes]] | None = None
-    ) -> None:
+    async def _guess_into(self, copier: Copier, source: Path, target: int) -> _Guess:
+        if not self.near:
+            parts = [Chunk(at, _PART_BYTES, bytes(32)) for at in _GUESSED]
+            jobs = [self._begin(copier, source, target, part, UPTO) for part in parts]
+            await asyncio.gather(*jobs, return_exceptions=True)
+            return _Guess()
+        try:
+            return _Guess(digest=await copier.copy_telling(source, target, _NEAR_GUESS_BYTES, nice=NICE))
+        except (DsecError, OSError):
+            return _Guess()
+
+    async def metadata(self, layer: str, manifest: Manifest, path: Path, guessed: asyncio.Task[_Guess]) -> None:
         """The metadata image into a file, which is good only where this returns. Raises `NotFound`, `Unavailable`,
         `LayerCorrupt`, OSError."""
         try:
             # Until it has ended it writes; what it wrote may be anything.
-            if guessed is None or not await self._guessed(manifest, path, await guessed):
+            if not await self._guessed(manifest, path, await guessed):
                 await self._metadata(manifest, path)
         except LayerCorrupt as error:
             raise LayerCorrupt(f"the metadata of layer {layer}: {error.message}", layer=layer) from error
 
-    async def _guessed(self, manifest: Manifest, path: Path, parts: list[bytes]) -> bool:
+    async def _guessed(self, manifest: Manifest, path: Path, guess: _Guess) -> bool:
         """Whether that was it, and with the rest of it is now in the file. Raises as `_metadata`."""
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
-        if size >= 1 << 32:
+        if guess.digest.hex() == manifest.metadata:
+            return True
+        if size >= 1 << 32 or self.near:
             return False
         had, source = min(size, _GUESS_BYTES), self._store.file(key)
         rest = range(had, size, max(_PART_BYTES, -(-(size - had) // _PARTS)))
         with contextlib.suppress(LayerCorrupt, CopierGone):
             if self._copier is None or source is None:
-                if sum(map(len, parts)) < had:
+                if sum(map(len, guess.parts)) < had:
                     return False
                 more = await asyncio.gather(*(self._store.get(key, at, min(rest.step, size - at)) for at in rest))
-                await asyncio.to_thread(_write_whole, path, [b"".join(parts)[:had], *more], manifest.metadata)
+                await asyncio.to_thread(_write_whole, path, [b"".join(guess.parts)[:had], *more], manifest.metadata)
                 return True
             whole, target = Chunk(0, size, bytes.fromhex(manifest.metadata)), open_new(path)
             try:
                 if os.fstat(target).st_size < had:
                     return False
-                os.truncate(target, had)
                 await self._copy_parts(self._copier, source, target, whole, rest)
+                os.truncate(target, size)
                 await self._begin(self._copier, path, target, whole, CHECK)
                 return True
             finally:
@@ -286,6 +306,7 @@ class Fetcher:
     async def _copy_whole(self, copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
         target = open_new(path)
         try:
+            os.truncate(target, whole.size)  # a wrong guess may have been longer
             if step == whole.size:  # read once
                 await self._begin(copier, source, target, whole, WHOLE)
             else:

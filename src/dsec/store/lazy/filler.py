@@ -158,7 +158,7 @@ class Filler:
             manifest = await manifested
             decoded = decode_manifest(manifest, layer)
         except BaseException:
-            await _dropped(manifested, placed, traced, *([guessed] if guessed else []))
+            await _dropped(manifested, placed, traced, guessed)
             self.cache.unmake(begun)
             raise
         image = asyncio.create_task(self.fetcher.metadata(layer, decoded, begun / "meta.erofs", guessed))

@@ -89,6 +89,7 @@ async def _fill(scratch: Path, clock: Clock, copier: Copier | None) -> None:
         form.manifest_key(manifest.digest): manifest.encode(),
         form.placement_key(manifest.digest): msgspec.json.encode(placement),
         form.metadata_key(manifest.metadata): image,
+        form.image_key(manifest.digest): image,
         form.pack_key(pack): chunk * _CHUNKS,
     }
     for key, content in objects.items():
