@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -328,35 +329,40 @@ class Cluster:
     def make_key(self, *options: str) -> str:
         """An API key, as soon as the servers have found each other."""
         arguments = [*self.command("cluster key", "apiserver"), "--replicas", str(self.replicas), *options]
-        for _ in range(20):
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
             done = subprocess.run(
                 arguments, env={**os.environ, "PYTHONPATH": str(SOURCES)}, capture_output=True, text=True, check=False
             )
             if done.returncode == 0:
                 return done.stdout.strip()
+            assert time.monotonic() < deadline, done.stderr
             time.sleep(0.5)
-        raise AssertionError(done.stderr)
 
     def client(self, api: int = 0) -> AsyncClient:
         return AsyncClient(self.apis[api].url, self.key)
 
-    def get(self, path: str, api: Process | None = None) -> Any:
+    def get(self, path: str, api: Process | None = None, *, patience_s: float = PATIENCE_S) -> Any:
         """What an apiserver answers, decoded. Raises OSError."""
-        request = urllib.request.Request(
-            f"{(api or self.apis[0]).url}{path}", headers={"authorization": f"Bearer {self.key}"}
-        )
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.load(answer)
+        return json.loads(self._ask("GET", path, api, patience_s))
 
     def post(self, path: str, api: Process | None = None) -> bytes:
         """What an apiserver answers. Raises OSError."""
-        request = urllib.request.Request(
-            f"{(api or self.apis[0]).url}{path}",
-            method="POST",
-            headers={"authorization": f"Bearer {self.key}"},
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return bytes(answer.read())
+        return self._ask("POST", path, api, PATIENCE_S)
+
+    def _ask(self, method: str, path: str, api: Process | None, patience_s: float) -> bytes:
+        """One that hears nothing of its cluster for a moment is asked again."""
+        headers = {"authorization": f"Bearer {self.key}"}
+        request = urllib.request.Request(f"{(api or self.apis[0]).url}{path}", method=method, headers=headers)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=patience_s) as answer:
+                    return bytes(answer.read())
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
 
     def cli(self, *arguments: str) -> str:
         """What `dsec ...` prints, as the operator."""
@@ -385,8 +391,18 @@ class Cluster:
     def healths(self, api: Process | None = None) -> list[str]:
         """Of all nodes, as an apiserver sees them; empty where it doesn't answer."""
         with contextlib.suppress(OSError):
-            return [node["health"] for node in self.get("/v1/nodes", api)["nodes"]]
+            return [node["health"] for node in self.get("/v1/nodes", api, patience_s=10)["nodes"]]
         return []
+
+    def all_hear(self) -> None:
+        """Each apiserver hears all nodes, however often they went and came in the last minutes: a node that did three
+        times is `flapping` for two more."""
+        heard = {"well", "flapping"}
+
+        def hears(api: Process) -> bool:
+            return sum(map(heard.__contains__, self.healths(api))) == len(self.edges)
+
+        until(lambda: all(hears(api) for api in self.apis), "all nodes are heard")
 
     def end(self) -> None:
         """All processes, and what the edges made on the host."""

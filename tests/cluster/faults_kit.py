@@ -13,8 +13,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import nats
-from cluster_kit import Cluster, Process, until
+from cluster_kit import PATIENCE_S, Cluster, Process, eventually, until
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
+from dsec import AsyncRun
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.wire import Join, Joined
 from dsec.spec.cluster import NodeFacts
@@ -28,20 +31,69 @@ async def answer(url: str, key: str) -> str:
         return "ok" if got.status == 200 else str(body["code"])
 
 
-async def until_said(url: str, key: str, wanted: str, within_s: float) -> list[str]:
-    """What it said until it said `wanted`."""
-    began, said = time.monotonic(), []
+async def until_said(url: str, key: str, wanted: str, within_s: float) -> list[tuple[float, str]]:
+    """What it said until it said `wanted`, and when it was asked (`time.monotonic`)."""
+    began, said = time.monotonic(), list[tuple[float, str]]()
     while True:
-        said.append(await answer(url, key))
-        if said[-1] == wanted:
+        asked_at = time.monotonic()
+        said.append((asked_at, await answer(url, key)))
+        if said[-1][1] == wanted:
             return said
-        assert time.monotonic() - began < within_s, Counter(said)
+        assert time.monotonic() - began < within_s, Counter(each for _, each in said)
         await asyncio.sleep(0.1)
+
+
+async def renewed(run: AsyncRun) -> None:
+    """Returns when its client has renewed its lease for longer than a whole one."""
+    assert run.info is not None
+    first = run.info
+
+    async def is_later() -> bool:
+        return run.info is not None and run.info.expires_at > first.expires_at + first.lease_s
+
+    await eventually(is_later)
+
+
+async def as_apiserver(cluster: Cluster) -> Client:
+    """To be closed."""
+    user = read_credentials(cluster.directory / "keys" / "apiserver.json")
+    return await nats.connect(cluster.urls, nkeys_seed_str=user.seed, inbox_prefix="_INBOX.apiserver")
+
+
+async def caught_up(cluster: Cluster) -> None:
+    """Returns when all NATS servers are there and have all that the streams hold, so that any may go."""
+    bus = await as_apiserver(cluster)
+
+    async def have_all() -> bool:
+        with contextlib.suppress(NatsError):
+            for stream in await bus.jetstream().streams_info():
+                peers = stream.cluster.replicas or [] if stream.cluster is not None else []
+                if len(peers) < cluster.replicas - 1 or not all(peer.current and not peer.offline for peer in peers):
+                    return False
+            return True
+        return False
+
+    try:
+        await eventually(have_all)
+    finally:
+        await bus.close()
+
+
+async def beaten(cluster: Cluster) -> None:
+    """Returns after two heartbeats of each node."""
+    bus = await as_apiserver(cluster)
+    try:
+        beats = await bus.subscribe("dsec.beat.*")
+        heard: Counter[str] = Counter()
+        while len(heard) < len(cluster.edges) or min(heard.values()) < 2:
+            heard[(await beats.next_msg(PATIENCE_S)).subject] += 1
+    finally:
+        await bus.close()
 
 
 def healed(cluster: Cluster) -> None:
     """All is well; what went and came too often for this minute is forgiven."""
-    all_hear(cluster)
+    cluster.all_hear()
     for api in cluster.apis:
         if "flapping" in cluster.healths(api):
             api.kill()
@@ -49,14 +101,14 @@ def healed(cluster: Cluster) -> None:
     until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
 
 
-def all_hear(cluster: Cluster) -> None:
-    """Each apiserver hears both nodes, however often they went and came in the last minutes."""
-    heard = {"well", "flapping"}
-    until(lambda: all(sum(map(heard.__contains__, cluster.healths(api))) == 2 for api in cluster.apis), "all hear them")
+def server_of(cluster: Cluster, process: Process) -> Process:
+    """The NATS server that a process, alone in its network, is connected to."""
+    until(lambda: len(servers_of(cluster, process)) == 1, f"{process.name} has one server")
+    return servers_of(cluster, process)[0]
 
 
 def servers_of(cluster: Cluster, process: Process) -> list[Process]:
-    """The NATS servers that a process, alone in its network, is connected to."""
+    """All of them: none or two while it goes from one to another."""
     lines = [line.split() for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]]
     ends = {line[2] for line in lines if line[3] == "01"}
     numbers = {each: int.from_bytes(socket.inet_aton(each.address), "little") for each in cluster.nats}

@@ -14,7 +14,8 @@ import aiohttp
 import msgspec
 import nats
 import pytest
-from cluster_kit import Cluster, eventually, running, until
+from cluster_kit import LOST_S, PATIENCE_S, Cluster, eventually, running, until
+from faults_kit import beaten, caught_up, renewed
 
 from dsec import AsyncClient, AsyncSandbox, Cause, ExecSpec, SandboxSpec
 from dsec.cluster.credentials import read_credentials
@@ -119,13 +120,13 @@ async def test_a_key_or_a_name_is_one_sandbox_whoever_is_asked(one: AsyncClient,
 
 async def test_a_lease_holds_on_all_nodes_and_lapses_on_all(cluster: Cluster, one: AsyncClient) -> None:
     async with cluster.client(1) as trainer:
-        run = trainer.run("grpo", lease_s=3, on_lapse="pause")
+        run = trainer.run("grpo", lease_s=6, on_lapse="pause")
         await run.open()
         boxes = [await run.sandbox(f"s{edge}", "debian", **at(edge)) for edge in (1, 2)]
-        await asyncio.sleep(5)
+        await renewed(run)
         for box in boxes:
             assert (await one.connect(box.id)).info.state is State.RUNNING, "it is renewed"
-        second = one.run("grpo", lease_s=3, on_lapse="pause")
+        second = one.run("grpo", lease_s=6, on_lapse="pause")
         await second.open()
         with pytest.raises(RunFenced):
             await (await run.sandbox("s1", "debian", **at(1))).commands.run(["true"])
@@ -231,7 +232,7 @@ async def test_forks_calls_and_judge_runs_are_within_the_quota_while_their_node_
             edge.start()
         asleep.cancel()
         await asyncio.gather(asleep, forking, return_exceptions=True)
-        until(lambda: cluster.healths() == ["well", "well"], "all is well")
+        cluster.all_hear()
 
         async def all_there() -> bool:
             """Nothing is held by what died; nothing that lives isn't counted."""
@@ -273,11 +274,6 @@ async def test_builds_are_within_the_quota(one: AsyncClient, other: AsyncClient,
         await asyncio.gather(building, return_exceptions=True)
         await eventually(has_room)
         async with aiohttp.ClientSession(one.url, headers={"x-api-key": key}) as session:
-            found = []
-            for name in ("first", "second"):
-                async with session.post("/v3/templates", json={"name": name}) as answer:
-                    made = await answer.json()
-                    found.append(f"{made['templateID']}/builds/{made['buildID']}")
             plan = {"fromTemplate": "debian", "steps": [{"type": "RUN", "args": ["sleep 2"]}] * 2, "force": True}
 
             async def starts(build: str) -> bool:
@@ -285,15 +281,22 @@ async def test_builds_are_within_the_quota(one: AsyncClient, other: AsyncClient,
                     assert answer.status in (202, 429), await answer.text()
                     return answer.status == 202
 
-            await eventually(lambda: starts(found[0]))
-            seen = set()
-            while True:
-                room = await has_room() or await starts(found[1])
-                async with session.get(f"/templates/{found[0]}/status") as answer:
-                    status = (await answer.json())["status"]
-                if status != "building":
-                    break
-                seen.add(room)
+            async def template(name: str) -> str:
+                async with session.post("/v3/templates", json={"name": name}) as answer:
+                    made = await answer.json()
+                    return f"{made['templateID']}/builds/{made['buildID']}"
+
+            second_build, seen = await template("second"), set[bool]()
+            while not seen:  # until it was looked at while it was building
+                build = await template("first")
+                await eventually(lambda build=build: starts(build))
+                while True:
+                    room = await has_room() or await starts(second_build)
+                    async with session.get(f"/templates/{build}/status") as answer:
+                        status = (await answer.json())["status"]
+                    if status != "building":
+                        break
+                    seen.add(room)
             assert (status, seen) == ("ready", {False})
             await eventually(has_room)
     await one.rights.delete_project("maker")
@@ -349,13 +352,20 @@ async def test_an_edge_reads_no_other_subject(cluster: Cluster) -> None:
         for subject in (*others, "$KV.dsec_keys.x", "$JS.API.STREAM.LIST"):
             await client.publish(subject, b"{}")
         await client.flush()
-        await asyncio.sleep(2.5)  # two heartbeats of each node
-        assert sum("permissions violation for subscription" in each for each in errors) == 7, errors
-        assert sum("permissions violation for publish" in each for each in errors) == 6, errors
+
+        def refused(what: str) -> int:
+            return sum(f"permissions violation for {what}" in each for each in errors)
+
+        async with asyncio.timeout(PATIENCE_S):
+            while refused("subscription") < 7 or refused("publish") < 6:  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.05)
+        await beaten(cluster)
+        await client.flush()
+        assert (refused("subscription"), refused("publish")) == (7, 6), errors
         assert not heard
     finally:
         await client.close()
-    assert cluster.healths() == ["well", "well"]
+    cluster.all_hear()
 
 
 async def test_a_killed_nats_server_is_not_missed(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
@@ -365,7 +375,7 @@ async def test_a_killed_nats_server_is_not_missed(cluster: Cluster, one: AsyncCl
         assert (await (await other.connect(box.id)).commands.run(["echo", "hi"])).stdout == "hi\n"
         await box.kill()
         server.start()
-        await asyncio.sleep(2)  # it catches up before the next one goes
+        await caught_up(cluster)
 
 
 async def test_a_killed_apiserver_is_not_missed(cluster: Cluster, one: AsyncClient, other: AsyncClient) -> None:
@@ -381,8 +391,8 @@ async def test_a_killed_apiserver_is_not_missed(cluster: Cluster, one: AsyncClie
 
 async def test_a_killed_edge_comes_back_with_what_it_had(cluster: Cluster, one: AsyncClient) -> None:
     box = await one.create("debian", **at(1))
-    running_command = asyncio.create_task(box.commands.run(["sh", "-c", "sleep 4; echo through"]))
-    await asyncio.sleep(0.5)
+    running_command = asyncio.create_task(box.commands.run(["sh", "-c", "touch /began; sleep 4; echo through"]))
+    await eventually(lambda: box.files.exists("/began"))
     cluster.edges[0].kill()
     cluster.edges[0].start()
     assert (await running_command).stdout == "through\n"
@@ -403,13 +413,15 @@ async def test_a_lost_node(cluster: Cluster, one: AsyncClient, other: AsyncClien
     """Its sandboxes are lost, by the platform's fault; nothing waits for it; when it comes back it ends them."""
     box = await one.create("debian", key="to-be-lost", name="lost", **at(2))
     kept = await one.create("debian", **at(1))
-    for api in cluster.apis:
-        cluster.restart_api(api, lost_after=8)
-    until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
     cluster.edges[1].kill()
     began = asyncio.get_running_loop().time()
-    until(lambda: all(cluster.healths(api) == ["well", "lost"] for api in cluster.apis), "edge 2 is lost")
+    for api in cluster.apis:  # impatient for as long as that takes, since the other node is lost as soon
+        cluster.restart_api(api, lost_after=8)
+    until(lambda: all(cluster.healths(api)[1:] == ["lost"] for api in cluster.apis), "edge 2 is lost")
     assert asyncio.get_running_loop().time() - began > 4
+    for api in cluster.apis:
+        cluster.restart_api(api, lost_after=LOST_S)
+    until(lambda: all(cluster.healths(api) == ["well", "lost"] for api in cluster.apis), "the other one is well")
     for client in (one, other):
         with pytest.raises(SandboxLost) as lost:
             await (await client.connect(box.id)).commands.run(["true"])
@@ -418,7 +430,7 @@ async def test_a_lost_node(cluster: Cluster, one: AsyncClient, other: AsyncClien
     with pytest.raises(SandboxNotFound):
         await one.find("lost")
     cluster.edges[1].start()
-    until(lambda: cluster.healths() == ["well", "well"], "edge 2 is back")
+    cluster.all_hear()
     info = (await other.connect(box.id)).info
     assert (info.state, info.cause, info.infra) == (State.ENDED, Cause.NODE_LOST, True)
     with pytest.raises(SandboxLost):

@@ -62,6 +62,20 @@ async def until(holds: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
+async def all_wait(place: ClusterPlace, requests: int) -> None:
+    """Returns when so many wait for room."""
+    headers = {"authorization": f"Bearer {place.key}"}
+    began = time.monotonic()
+    async with aiohttp.ClientSession(headers=headers) as session:
+        while True:
+            async with session.get(f"{place.apis[0]}/metrics") as answer:
+                said = await answer.text()
+            if f"\ndsec_cluster_waiting {requests}\n" in said:
+                return
+            assert time.monotonic() - began < 60, said
+            await asyncio.sleep(0.05)
+
+
 async def test_a_burst_starves_nobody_and_weights_count(place: ClusterPlace) -> None:
     async with AsyncClient(place.apis[0], place.key) as root, asyncio.TaskGroup() as tasks:
         askers = []
@@ -71,10 +85,10 @@ async def test_a_burst_starves_nobody_and_weights_count(place: ClusterPlace) -> 
             askers.append(Asker(AsyncClient(place.apis[0], key)))
         burst, light, heavy = askers
         try:
-            bursting = tasks.create_task(burst.ask(40 * ROOM, 30.0))
+            bursting = tasks.create_task(burst.ask(40 * ROOM, 45.0))
             await until(lambda: len(burst.made) == ROOM, "the burst takes all there is")
-            waiting = [tasks.create_task(each.ask(4 * ROOM, 25.0)) for each in (light, heavy)]
-            await asyncio.sleep(1.0)
+            waiting = [tasks.create_task(each.ask(4 * ROOM, 40.0)) for each in (light, heavy)]
+            await all_wait(place, 3)
             for n in range(ROOM):
                 await burst.end_one()
                 await until(lambda n=n: len(light.made) + len(heavy.made) + len(burst.made) == ROOM, f"turn {n}")  # type: ignore[misc]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import SOURCES, Cluster, Process, running, until
+from cluster_kit import SOURCES, Cluster, Process, running
 
 from dsec import AsyncClient, AsyncSandbox
 from dsec.spec.ids import edge_of
@@ -116,7 +116,7 @@ async def test_process_by_process(cluster: Cluster) -> None:
             process.kill()
             process.environment["PYTHONPATH"] = str(SOURCES)
             process.start()
-            until(lambda: all(cluster.healths(api) == ["well", "well"] for api in cluster.apis), "all is well")
+            cluster.all_hear()
 
         return work
 

@@ -80,6 +80,7 @@ async def test_an_ended_sandbox_is_freed_at_once(kit: Kit, argv: list[str], key:
                     assert (await finish(execution))[0] == b"hi\n"
                 del execution
             await edge.delete(box)
+            await asyncio.sleep(0.01)  # each look is at all objects of this process
             await until(
                 lambda: not any(isinstance(each, kinds) and id(each) not in before for each in gc.get_objects())
             )

@@ -435,7 +435,13 @@ class ClusterApi:
             "Nodes by health.",
             [Sample(count, {"health": state}) for state, count in sorted(nodes.items())],
         )
-        body = exposition([*self.metrics.families(), family])
+        waiting = Family(
+            "dsec_cluster_waiting",
+            "gauge",
+            "Requests for sandboxes that wait here for room, or parts of them.",
+            [Sample(self._nodes.scheduler.waiting(), {})],
+        )
+        body = exposition([*self.metrics.families(), family, waiting])
         await x.begin(200, b"text/plain; version=0.0.4", (b"content-length", b"%d" % len(body)))
         await x.finish(body)
 
