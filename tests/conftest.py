@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import Scheduling
+
+from waiting_worker import WithWaiting
 
 if sys.platform == "linux":
     from dsec.kernel import census, cgroups, sysctl
@@ -72,10 +76,21 @@ LONGEST = (
 )
 """Files that come first, so that workers, which take a file at a time, end together; a run with `--durations` says how
 long each took. While the first builds the environment that most need, the next two need none. Those with clusters stand
-apart, and those with machines do, where the first boots the template of all. A worker that has a test or two left takes
+apart, and those with machines do, where the first boots the template of all. Those that mostly wait have a worker of
+their own (`waiting_worker.py`). A worker that has a test or two left takes
 its next file already: one that waits behind a single long test waits with it, so none of these is among the last."""
 
 pytest.register_assert_rewrite("dsec.testing.conformance")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--waiting-worker", action="store_true", help="the last worker takes the files that mostly wait")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """By files, with the worker for those that wait where it is asked for; None: as xdist would."""
+    return WithWaiting(config, log) if config.option.waiting_worker else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
