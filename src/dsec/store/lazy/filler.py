@@ -168,6 +168,7 @@ class Filler:
             placement, trace = await placed, await traced
             if len(manifest) > _LARGE_BYTES:
                 cached = await asyncio.to_thread(self.cache.begin, begun, layer, decoded, manifest, placement)
+            else:  # sooner done than a thread is awake
                 cached = self.cache.begin(begun, layer, decoded, manifest, placement)
             served = None
             try:
