@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,7 @@ class DirectoryStore:
         self.root = root
         self._tmp = root / ".tmp"
         self._pool = started_pool(THREADS, "dsec-store")
+        self._alone = started_pool(1, "dsec-store-each")
         try:
             self._tmp.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -123,7 +125,8 @@ class DirectoryStore:
 
         for key in keys:
             _checked(key)
-        return await self._run(each)
+        # Of several threads that wait for work two wake up for each piece, and pass the interpreter's lock around.
+        return await self._run(each, self._alone)
 
     def file(self, key: str) -> Path | None:
         return self.root / _checked(key)
@@ -156,6 +159,7 @@ class DirectoryStore:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self._alone.shutdown)
 
     def remove_stale(self) -> int:
         """Remove what writers that died left half-written. Returns how many files."""
@@ -167,7 +171,7 @@ class DirectoryStore:
                     count += 1
         return count
 
-    async def _run(self, call: Callable[[], T]) -> T:
+    async def _run(self, call: Callable[[], T], pool: Executor | None = None) -> T:
         def checked() -> T:
             try:
                 return call()
@@ -176,7 +180,7 @@ class DirectoryStore:
                 raise
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, checked)
+            return await asyncio.get_running_loop().run_in_executor(pool or self._pool, checked)
         except FileNotFoundError:
             raise NotFound("the store has no such object") from None
         except OSError as error:
