@@ -318,6 +318,8 @@ def serve(
     check_root()
     make_state(config)
     raise_open_files()
+    check_address(host, port)  # before minutes go by with the first environment
+    prepare_first(config)
     return run_server(_serve(config, host, port, keep=on_exit == "keep"))
 
 
@@ -356,7 +358,6 @@ def raise_open_files() -> None:
 
 async def _serve(config: Config, host: str, port: int, *, keep: bool) -> int:
     stop = Stop()
-    check_address(host, port)  # before minutes go by with the first environment
     async with open_api(config, keep=keep) as (edge, api):
         server = ApiServer(api, host, port)
         await server.start()
@@ -386,8 +387,6 @@ async def _written(edge: Edge, volume: Volume, sandbox_id: str) -> AsyncIterator
 async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, Api]]:
     """The edge of this node and its HTTP, not yet on a socket. Raises as `open_edge` and `open_layers`."""
     e2b, fusion = read_e2b(config), read_fusion(config)
-    environments = open_environments(config)
-    await asyncio.to_thread(environments.ensure_default, build_default)
     hosts: list[Host] = []
     jails: list[Jails] = []
     async with (
@@ -431,6 +430,16 @@ async def open_api(config: Config, *, keep: bool) -> AsyncIterator[tuple[Edge, A
             yield edge, api
         finally:
             await builds.close()
+
+
+def prepare_first(config: Config) -> None:
+    """What a node makes once: the programs in C and the environment `debian`, a minute of work or two. Before there is
+    an event loop, so that Ctrl-C ends it at once: what a thread does nobody can end. Raises `InvalidRequest` for what
+    is wrong with the configuration before that."""
+    read_e2b(config), read_fusion(config), read_network(config.state)
+    with disk_refusing():
+        build_native(config.state)
+        open_environments(config).ensure_default(build_default)
 
 
 def build_default(layers: LayerStore) -> str:

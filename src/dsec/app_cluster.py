@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dsec.api.metrics import installed_version
 from dsec.api.serve import ApiServer, Stop, check_address
-from dsec.app import check_root, make_state, open_api, raise_open_files, run_server
+from dsec.app import check_root, make_state, open_api, prepare_first, raise_open_files, run_server
 from dsec.cluster.apiserver import ClusterApi
 from dsec.cluster.audit import Audit
 from dsec.cluster.batches import Batches
@@ -113,12 +113,14 @@ def serve_edge(
     config = read_config(state)
     make_state(config)
     raise_open_files()
+    check_address(listening.host, listening.port)
+    asyncio.run(_reach(joining))
+    prepare_first(config)
 
     async def run() -> int:
         credentials = await edge_credentials(joining, config.state)
         own = replace(config, edge=credentials.edge)
         stop = Stop()
-        check_address(listening.host, listening.port)
         ended: list[BaseException] = []
 
         async def failed(error: BaseException) -> None:
@@ -188,6 +190,19 @@ async def edge_credentials(joining: Joining, state: Path) -> Credentials:
         return joining.read(edge=True)
     check_urls(joining.urls, plain=joining.plain)
     return await settle(joining.urls, joining.credentials, state, host=host_of(state))
+
+
+async def _reach(joining: Joining) -> None:
+    """See that the cluster's servers take this node's credentials, before a new node prepares itself for minutes. It
+    takes no number yet. Raises `InvalidRequest`, `Unavailable`."""
+    one = joining
+    if joining.credentials.is_dir():
+        files = sorted(joining.credentials.glob("edge-*.json"))
+        if not files:
+            return  # `edge_credentials` says it
+        one = replace(joining, credentials=files[0])
+    bus = await open_bus(one.urls, one.read(edge=True))
+    await bus.close()
 
 
 def _certificate(listening: Listening, state: Path, edge: int) -> Certificate | None:

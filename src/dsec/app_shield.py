@@ -24,12 +24,12 @@ from msgspec.structs import replace
 
 from dsec.api.serve import Stop, check_address
 from dsec.app import (
-    build_default,
     check_root,
     make_state,
     open_environments,
     open_host,
     open_machines,
+    prepare_first,
     raise_open_files,
     run_server,
 )
@@ -103,6 +103,7 @@ def serve_in_vm(
 ) -> int:
     """Serve in the foreground until SIGTERM or SIGINT. Returns the exit code. `keep`: the machine goes on then, and the
     next process takes it over."""
+    check_address(host, port)
     config = prepare(state, log_format, log_level)
     return run_server(run_shield(config, one_node(), host, port, shape, keep=keep))
 
@@ -119,6 +120,7 @@ def prepare(state: Path | None, log_format: LogFormat, log_level: str) -> Config
     check_root()
     make_state(config)
     raise_open_files()
+    prepare_first(config)
     return config
 
 
@@ -127,7 +129,6 @@ async def run_shield(
 ) -> int:
     """Until a signal, or what kept the first machine from starting. Returns the exit code."""
     stop = Stop()
-    check_address(host, port)  # before a machine boots for it
     async with open_shield(config, shape, inner, keep=keep) as front, front.listen(host, port, scheme):
         keeping = asyncio.create_task(front.keep(), name="shield")
         stopping = asyncio.ensure_future(stop.wait())
@@ -160,7 +161,6 @@ async def open_shield(
         undo.callback(state.close)
         network = read_network(config.state)
         environments = open_environments(config)
-        await asyncio.to_thread(environments.ensure_default, build_default)
         on_host = await asyncio.to_thread(open_host, config)
         undo.callback(lambda: _close_host(on_host, keep=goes_on()))
         node = await asyncio.to_thread(open_machines, replace(config, vm_spare=0), on_host)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from dsec.api.serve import check_address
 from dsec.app import run_server
 from dsec.app_cluster import LOOPBACK, Joining, Listening, edge_credentials
 from dsec.app_shield import Inner, prepare, run_shield
@@ -35,6 +36,7 @@ def serve_edge_in_vm(
 ) -> int:
     """An edge, in a machine, in the foreground until SIGTERM or SIGINT. Returns the exit code. Raises `InvalidRequest`,
     `Unavailable`, `Unsupported`."""
+    check_address(listening.host, listening.port)
     config = prepare(state, listening.log_format, listening.log_level)
     tls = not LOOPBACK.match(listening.host) if listening.tls is None else listening.tls
 

@@ -23,6 +23,8 @@ Progress = Callable[[str], None]
 
 BASE_PACKAGES = ("bash", "ca-certificates", "git", "procps", "python3", "python3-pip", "python3-venv")
 FALLBACK_SUITE = "bookworm"
+_PATIENCE_S = 3.0
+"""For a builder that was told to end."""
 _LEFT_OUT = ("doc", "man", "info", "locale", "lintian", "bug", "gitweb", "linda")
 _HOST_TRACES = (
     "etc/apt/sources.list",
@@ -174,7 +176,11 @@ def run_builder(command: list[str], say: Progress) -> None:
                 say(line.removesuffix(" ..."))
         code = process.wait()
     except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)  # it unmounts what it mounted
+        os.killpg(process.pid, signal.SIGTERM)  # it unmounts what it mounted, but waits for dpkg first
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     if code:

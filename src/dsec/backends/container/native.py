@@ -9,15 +9,19 @@ in a checkout), so the wheel is pure Python and the client needs no compiler.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dsec
 from dsec.errors import Unsupported
 from dsec.kernel.host import Finding
+
+log = logging.getLogger("dsec")
 
 SHARED_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-nostdlib", "-Wall", "-Wextra")
 """Of what is loaded into an environment's Python, whatever C library that has."""
@@ -66,14 +70,21 @@ def build_native(state: Path) -> Path:
     target = state / "native" / digest.hexdigest()[:16]
     if all((target / name).exists() for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW)):
         return target
+    log.info("compiling the programs in C; this happens once for a version")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        for name in PROGRAMS:
-            _compile_program(compiler, name, Path(temporary))
-        _compile([_system_compiler(), *SHARED_FLAGS], [source / "warm" / "warm.c"], Path(temporary) / WARM)
-        _compile([_system_compiler(), *DYNAMIC_FLAGS], sorted((source / COPIER).glob("*.c")), Path(temporary) / COPIER)
-        _compile([_system_compiler(), *STEM_FLAGS], [source / "stem" / "stem.c"], Path(temporary) / STEM)
-        _compile([_system_compiler(), *FOLLOW_FLAGS], [source / "follow" / "follow.c"], Path(temporary) / FOLLOW)
+        made, system = Path(temporary), _system_compiler()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(_compile_program, compiler, name, made) for name in PROGRAMS]
+            for flags, files, name in (
+                (SHARED_FLAGS, [source / "warm" / "warm.c"], WARM),
+                (DYNAMIC_FLAGS, sorted((source / COPIER).glob("*.c")), COPIER),
+                (STEM_FLAGS, [source / "stem" / "stem.c"], STEM),
+                (FOLLOW_FLAGS, [source / "follow" / "follow.c"], FOLLOW),
+            ):
+                jobs.append(pool.submit(_compile, [system, *flags], files, made / name))
+        for job in jobs:
+            job.result()
         Path(temporary, STEM).chmod(0o755)  # a VMM reads it, as a user of its own
         target.mkdir(exist_ok=True)
         for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW):
