@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 
-from server_kit import Server
+from server_kit import PATIENCE_S, Server
 
 
 class Live:
@@ -63,7 +63,7 @@ class Terminal:
     def type(self, text: bytes) -> None:
         os.write(self.ours, text)
 
-    def until(self, pattern: bytes, patience_s: float = 30.0) -> re.Match[bytes]:
+    def until(self, pattern: bytes, patience_s: float = PATIENCE_S) -> re.Match[bytes]:
         """Wait for it on the screen; what came before it is not looked at again."""
         os.set_blocking(self.ours, False)
         deadline = time.monotonic() + patience_s
@@ -81,7 +81,7 @@ class Terminal:
 
     def wait(self) -> int:
         """Its exit code; the terminal must be as it was."""
-        code = self.process.wait(30)
+        code = self.process.wait(PATIENCE_S)
         assert termios.tcgetattr(self.theirs) == self.before
         return code
 

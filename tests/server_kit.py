@@ -78,7 +78,7 @@ class Server:
     def client(self) -> AsyncClient:
         endpoint = self.endpoint()
         assert endpoint.url == self.url
-        return AsyncClient(endpoint.url, endpoint.api_key)
+        return AsyncClient(endpoint.url, endpoint.api_key, retry_s=PATIENCE_S)  # a busy host starts servers slowly
 
     def log(self) -> str:
         return (self.state / "server.log").read_text()

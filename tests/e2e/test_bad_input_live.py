@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from dsec import AsyncSandbox, PtySize, errors
-from server_kit import Server, serving
+from server_kit import PATIENCE_S, Server, serving
 
 pytestmark = pytest.mark.root
 
@@ -54,7 +54,7 @@ async def test_a_thousand_watchers_are_refused_beyond_the_limit(box: AsyncSandbo
     held = [each for each in made if not isinstance(each, errors.DsecError)]
     assert 64 <= len(held) <= 128
     await asyncio.gather(*(each.close() for each in held))  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while isinstance(again := await watch(), errors.QuotaExceeded):  # what was closed goes in a moment
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -67,7 +67,7 @@ async def test_a_watcher_on_a_removed_tree_ends(box: AsyncSandbox) -> None:
     await box.files.mkdir("/tmp/a/b/c", parents=True)
     async with await box.files.watch("/tmp/a", recursive=True) as watch:
         await box.files.remove("/tmp/a", recursive=True)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             events = [event async for event in watch]
     assert (events[-1].kind, events[-1].path) == ("remove", "")
     with pytest.raises(errors.FileMissing):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cli_kit import Live, Terminal
-from server_kit import serving
+from server_kit import PATIENCE_S, serving
 from trees import state_of
 
 pytestmark = pytest.mark.root
@@ -155,11 +155,10 @@ def test_a_shell_is_a_terminal(live: Live, seats: list[Terminal]) -> None:
     seat.until(rb"/dev/pts/\d+\r\n31 101\r\n42 xterm")
     seat.resize(120, 40)
     seat.process.send_signal(signal.SIGWINCH)
-    time.sleep(0.3)
-    seat.type(b"stty size\r")
+    seat.type(b"until stty size | grep '40 120'; do sleep 0.05; done\r")
     seat.until(rb"40 120\r\n")
-    seat.type(b"cat\r")
-    time.sleep(0.3)
+    seat.type(b"sh -c 'echo be\"gun\"; exec cat'\r")
+    seat.until(rb"begun\r\n")
     seat.type(b"\x03")
     seat.until(rb"\^C")
     seat.type(b"echo after $?\r")
@@ -242,7 +241,7 @@ def test_a_signal_gives_the_terminal_back(live: Live, seats: list[Terminal], num
     assert seat.is_raw()
     seat.process.send_signal(number)
     assert seat.wait() == 128 + number
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while json.loads(live("inspect", box)[1])[0]["commands"]:
         assert time.monotonic() < deadline, "its shell is still there"
 
@@ -314,7 +313,7 @@ def test_a_port_inside_is_a_port_here(live: Live, tmp_path: Path) -> None:
             assert connection.recv(1) == b""
         assert "[port_closed]" in forward.stderr.readline()
         forward.send_signal(signal.SIGINT)
-        assert forward.wait(30) == 130
+        assert forward.wait(PATIENCE_S) == 130
         assert "Traceback" not in forward.stderr.read()
     finally:
         for process in (forward, inside):

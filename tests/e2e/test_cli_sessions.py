@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli_kit import Live, Terminal
-from server_kit import serving
+from server_kit import PATIENCE_S, serving
 
 pytestmark = pytest.mark.root
 
@@ -97,9 +97,7 @@ def test_attached_by_a_pipe(live: Live, box: str) -> None:
 def test_attached_on_a_terminal(live: Live, box: str) -> None:
     assert live("session", "create", box, "tty")[0] == 0
     with Terminal(live, "session", "attach", box, "tty") as terminal:
-        terminal.type(b"read -r x; echo got-$x\n")
-        time.sleep(1.0)
-        terminal.type(b"a-line\n")
+        terminal.type(b"read -r x; echo got-$x\na-line\n")  # typed ahead: before anything runs
         terminal.until(rb"got-a-line")
         terminal.type(b"echo be''gun; sleep 1000\n")
         terminal.until(rb"begun")
@@ -107,7 +105,7 @@ def test_attached_on_a_terminal(live: Live, box: str) -> None:
         terminal.type(b"echo st''ill\n")
         terminal.until(rb"still")
         terminal.type(b"\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0
     with Terminal(live, "session", "ls", box) as terminal:
         terminal.until(rb"tty +idle")
     assert live("session", "close", box, "tty")[0] == 0

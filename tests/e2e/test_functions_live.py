@@ -234,12 +234,12 @@ def test_files_in_and_out(client: Client, language: str) -> None:
     ],
 )
 def test_limits(client: Client, language: str, source: str, limits: dict[str, Any], cause: Cause) -> None:
-    function = client.function(source, language=language, limits=FunctionLimits(**({"wall_s": 10.0} | limits)))
+    function = client.function(source, language=language, limits=FunctionLimits(**({"wall_s": 30.0} | limits)))
     began = time.monotonic()
     result = function.run()
     assert (result.cause, result.infra, result.ok) == (cause, False, False), result
-    assert result.wall_s < 9
-    assert time.monotonic() - began < 30
+    assert result.wall_s < 29
+    assert time.monotonic() - began < 60
     assert len(result.stdout) <= MIB
     assert call(client, "def f(): return 1").value == 1
 
@@ -301,10 +301,12 @@ def _running(marker: str) -> int:
 def test_callers_share(client: Client) -> None:
     """Who asks for much doesn't keep others waiting till the end of it."""
     slow = client.function("import time\ndef f(n): time.sleep(0.05)", "f")
-    done = threading.Event()
+    enough, done = threading.Event(), threading.Event()
 
     def ask() -> None:
-        list(slow.map(range(300)))
+        for _ in slow.map(range(20_000)):
+            if enough.is_set():
+                return
         done.set()
 
     thread = threading.Thread(target=ask)
@@ -314,6 +316,7 @@ def test_callers_share(client: Client) -> None:
             assert client.function("def f(): return 1", "f").remote() == 1
         assert not done.is_set()
     finally:
+        enough.set()
         thread.join()
 
 
@@ -365,7 +368,7 @@ def test_memory_of_calls_counts_where_sandboxes_are_let_in(client: Client) -> No
     function = client.function("import time\ndef f(): time.sleep(300)", "f", limits=limits)
     before = client.node()["memory_committed_bytes"]
     for _ in function.run_many([FunctionCall()] * 2 + [FunctionCall(args=[1])]):  # the last one fails at once
-        assert client.node()["memory_committed_bytes"] == before + 2 * 333 * MIB
+        until(lambda: client.node()["memory_committed_bytes"] == before + 2 * 333 * MIB)
         break
     until(lambda: client.node()["memory_committed_bytes"] == before)
 

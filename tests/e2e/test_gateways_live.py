@@ -72,7 +72,7 @@ async def works_lines(box: AsyncSandbox, command: str) -> list[str]:
 
 async def fetch(box: AsyncSandbox, url: str) -> tuple[int, str]:
     """As a program inside does that knows nothing of gateways."""
-    script = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=20).read())"
+    script = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=60).read())"
     return await run(box, f'python3 -c "{script}"')
 
 

@@ -27,17 +27,20 @@ while True:
 """
 APP = """
 import socket
-open("/tmp/said", "wb").write(socket.create_connection(("db", 7000), 5).recv(9))
+open("/tmp/said", "wb").write(socket.create_connection(("db", 7000), 60).recv(9))
 import time; time.sleep(999)
 """
 DB_SERVICE = dsec.Service(
-    spec="debian", command=["python3", "-uc", DB], ports=[7000], health=dsec.Health(port=7000, interval_s=0.2)
+    spec="debian",
+    command=["python3", "-uc", DB],
+    ports=[7000],
+    health=dsec.Health(port=7000, interval_s=0.2, retries=300),
 )
 APP_SERVICE = dsec.Service(
     spec="debian",
     command=["python3", "-c", APP],
     links=["db"],
-    health=dsec.Health(command="test -s /tmp/said", interval_s=0.2),
+    health=dsec.Health(command="test -s /tmp/said", interval_s=0.2, retries=300),
 )
 
 
@@ -72,7 +75,8 @@ def test_a_group_is_started_linked_and_ended_as_one(client: dsec.Client) -> None
         assert {name: info.id for name, info in found.refresh().items()} == {
             name: group.sandbox(name).id for name in services
         }
-        group.sandbox("db").commands.run(["pkill", "-f", "create_server"])
+        ended = "pkill -f '[c]reate_server'; while pgrep -f '[c]reate_server'; do sleep 0.05; done"
+        group.sandbox("db").commands.run(ended)
         assert found.check() == {"app": True, "db": False}
         with pytest.raises(Conflict):
             dsec.Group.create({"db": dsec.Service(spec="debian")}, name="one", client=client)
@@ -109,9 +113,9 @@ def test_from_the_command_line(live: Live, client: dsec.Client, tmp_path: Path) 
     file = tmp_path / "shop.toml"
     file.write_text(
         f"[services.db]\nenvironment = 'debian'\ncommand = ['python3', '-uc', '''{DB}''']\nports = [7000]\n"
-        "health = {port = 7000, interval_s = 0.2}\n"
+        "health = {port = 7000, interval_s = 0.2, retries = 300}\n"
         f"[services.app]\nenvironment = 'debian'\nlinks = ['db']\ncommand = ['python3', '-c', '''{APP}''']\n"
-        "health = {command = 'test -s /tmp/said', interval_s = 0.2}\n"
+        "health = {command = 'test -s /tmp/said', interval_s = 0.2, retries = 300}\n"
     )
     code, out, err = live("group", "up", str(file), "--json")
     assert code == 0, err

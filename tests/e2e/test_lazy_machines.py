@@ -103,7 +103,7 @@ def test_machines_read_what_comes_on_demand(nodes: tuple[Server, Server], tmp_pa
         began = time.monotonic()
         result = box.commands.run(["cat", "/data/data3"])
         assert (result.exit_code, result.cause, result.infra) == (1, Cause.INFRA_IMAGE, True)
-        assert time.monotonic() - began < PATIENCE_S
+        assert time.monotonic() - began < 2 * PATIENCE_S
         (tmp_path / "elsewhere").rename(packs)
         assert sums(box, ["data3"]) == {"data3": expected["data3"]}
         assert MIB <= data.stat().st_blocks * 512 <= filled + 4 * MIB

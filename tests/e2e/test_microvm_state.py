@@ -28,7 +28,9 @@ for ($n = 1;; $n++) { for $i (0..255) {
     sysseek F, $i * 4096, 0; syswrite F, pack("N", $n) x 1024;
 } if ($n == 3) { open R, ">", "/dev/shm/ready"; close R } select undef, undef, undef, 0.2 }"""
 """Whoever has memory of two moments has pages of more than the last two numbers."""
-LOOK = """cat /dev/shm/kept /kept /dev/shm/count; sleep 0.7; cat /dev/shm/count; hostname; cat /etc/machine-id
+LOOK = """cat /dev/shm/kept /kept; was=$(cat /dev/shm/count); echo $was
+for i in $(seq 300); do test $(cat /dev/shm/count) != $was && break; sleep 0.1; done
+cat /dev/shm/count; hostname; cat /etc/machine-id
 head -c 16 /dev/urandom | od -An -tx1; date +%s.%N; pgrep -x sh"""
 
 

@@ -71,27 +71,34 @@ async def test_memory_is_given_back_and_comes_again(client: AsyncClient) -> None
 
 
 async def test_a_command_stands_still_and_its_timeout_too(client: AsyncClient) -> None:
-    box = await client.create(SMALL)
-    command = await box.commands.start(
-        ["sh", "-c", "for i in 1 2 3 4; do echo $i; sleep 0.2; done"], command_timeout_s=3.5
-    )  # which is four times what it takes, so that a busy machine is no reason
-    await asyncio.sleep(0.3)
-    await box.pause()
-    await asyncio.sleep(3.6)
-    assert (await box.refresh()).state is State.PAUSED
-    await box.resume()
-    result = await command.wait()
+    box, limit_s = await client.create(SMALL), 3.5
+    for _ in range(10):
+        began = time.monotonic()
+        command = await box.commands.start(
+            ["sh", "-c", "for i in 1 2 3 4; do echo $i; sleep 0.2; done"], command_timeout_s=limit_s
+        )
+        await asyncio.sleep(0.3)
+        await box.pause()
+        paused = time.monotonic()
+        await asyncio.sleep(limit_s + 0.1)
+        assert (await box.refresh()).state is State.PAUSED
+        resumed = time.monotonic()
+        await box.resume()
+        result = await command.wait()
+        if paused - began + time.monotonic() - resumed < limit_s:
+            break  # else the host was so busy that its time may have passed while it ran: once more
     assert result.cause is Cause.EXITED
     assert result.stdout == "1\n2\n3\n4\n"
-    assert result.wall_s < 3.5
+    assert result.wall_s < limit_s
 
 
 async def test_time_inside_is_right_after_a_resume(client: AsyncClient) -> None:
     box = await client.create(SMALL)
     await box.pause()
     await asyncio.sleep(1.0)
+    before = time.time()
     result = await box.commands.run(["date", "+%s.%N"])
-    assert abs(float(result.stdout) - time.time()) < 5
+    assert before - 0.1 < float(result.stdout) < time.time() + 0.1
 
 
 async def test_an_upload_waits_and_loses_nothing(client: AsyncClient) -> None:
@@ -165,15 +172,21 @@ async def test_all_of_a_run_at_once(client: AsyncClient) -> None:
 
 
 async def test_a_server_that_is_killed_finds_it_paused(server: Server, client: AsyncClient) -> None:
-    box = await client.create(SMALL)
-    command = await box.commands.start("sleep 1; echo done", key="k", command_timeout_s=3)
-    await box.pause()
-    server.kill()
-    await asyncio.to_thread(server.start)
-    await asyncio.sleep(3.5)
-    assert (await box.refresh()).state is State.PAUSED
-    await box.resume()
-    result = await command.wait()
+    box, limit_s = await client.create(SMALL), 3.0
+    for attempt in range(10):
+        began = time.monotonic()
+        command = await box.commands.start("sleep 1; echo done", key=f"k{attempt}", command_timeout_s=limit_s)
+        await box.pause()
+        paused = time.monotonic()
+        server.kill()
+        await asyncio.to_thread(server.start)
+        await asyncio.sleep(limit_s + 0.5)
+        assert (await box.refresh()).state is State.PAUSED
+        resumed = time.monotonic()
+        await box.resume()
+        result = await command.wait()
+        if paused - began + time.monotonic() - resumed < limit_s:
+            break  # as above
     assert (result.cause, result.stdout) == (Cause.EXITED, "done\n")
     await box.pause()
     await client.kill(box.id)

@@ -33,7 +33,10 @@ async def serve(reader, writer):
         for _ in range(64): writer.write(bytes(1 << 20)); await writer.drain()
     elif path == "/events":
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
-        for n in range(3): writer.write(b"data: %d\n\n" % n); await writer.drain(); await asyncio.sleep(0.2)
+        for n in range(3): writer.write(b"data: %d\n\n" % n); await writer.drain(); await seen.get()
+    elif path == "/seen":
+        seen.put_nowait(None)
+        say(writer, 200, b"")
     elif path == "/socket":
         key = [l.split(": ")[1] for l in head.split("\r\n") if l.lower().startswith("sec-websocket-key")][0].encode()
         accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
@@ -51,6 +54,8 @@ async def serve(reader, writer):
 def say(writer, status, body):
     writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
 async def main():
+    global seen
+    seen = asyncio.Queue()
     server = await asyncio.start_server(serve, "127.0.0.1", PORT, limit=1 << 17)
     print("ready", flush=True)
     await server.serve_forever()
@@ -94,8 +99,11 @@ async def test_programs_inside_are_served(server: Server) -> None:
         async with session.get(f"{server.url}/download", headers=headers) as answer:
             assert sum([len(piece) async for piece in answer.content.iter_any()]) == 64 << 20
         async with session.get(f"{server.url}/events", headers=headers) as answer:
-            pieces = [piece async for piece in answer.content.iter_any()]
-        assert len(pieces) == 3, pieces
+            for number in range(3):  # each comes by itself, before there is another
+                assert await answer.content.readany() == b"data: %d\n\n" % number
+                async with session.get(f"{server.url}/seen", headers=headers) as told:
+                    assert told.status == 200
+            assert await answer.content.readany() == b""
         async with session.ws_connect(f"{server.url}/socket", headers=headers) as socket:
             await socket.send_str("text")
             assert await socket.receive_str() == "text"

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dsec import AsyncClient
 from dsec.errors import NotFound, RunFenced
+from dsec.spec.runs import RunInfo
 from dsec.spec.sandbox import State
 from server_kit import PATIENCE_S, Server, serving
 
@@ -22,7 +25,7 @@ import asyncio, sys
 from dsec import AsyncClient
 
 async def work():
-    async with AsyncClient() as client, client.run("grpo-42", lease_s=2, on_lapse="pause") as run:
+    async with AsyncClient() as client, client.run("grpo-42", lease_s=6, on_lapse="pause") as run:
         box = await run.sandbox("a", "debian", memory_bytes=64 << 20, disk_bytes=64 << 20)
         await box.files.write("/state", "step 1")
         print(box.id, flush=True)
@@ -38,6 +41,13 @@ def server(debian_module_state: Path) -> Iterator[Server]:
         yield server
 
 
+async def lease_end(client: AsyncClient) -> float:
+    """When the trainer's lapses, as it was renewed last; to be told renews nothing."""
+    url = client._transport.url("/v1/runs", name="grpo-42")
+    found = await client._transport.call("GET", url, dict[str, list[RunInfo]])
+    return found["runs"][0].expires_at
+
+
 async def test_a_trainer_is_killed_and_another_goes_on(server: Server) -> None:
     trainer = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", TRAINER], env=server.environment(), stdout=subprocess.PIPE, text=True
@@ -46,7 +56,10 @@ async def test_a_trainer_is_killed_and_another_goes_on(server: Server) -> None:
         assert trainer.stdout is not None
         sandbox_id = (await asyncio.to_thread(trainer.stdout.readline)).strip()
         async with server.client() as client:
-            await asyncio.sleep(3)
+            began = time.time()
+            async with asyncio.timeout(PATIENCE_S):
+                while (await lease_end(client)) < began + 6.5:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
             assert (await client.connect(sandbox_id)).info.state is State.RUNNING, "it is renewed"
             trainer.kill()
             trainer.wait()

@@ -324,10 +324,9 @@ async def test_pid_1_killed_from_outside(server: Server, client: AsyncClient, do
 
 async def test_a_sandbox_that_kills_all_it_can_is_only_hurting_itself(server: Server, client: AsyncClient) -> None:
     box, other = await client.create(SMALL), await client.create(SMALL)
-    victim = asyncio.create_task(box.commands.run(["sleep", "1000"]))
-    await asyncio.sleep(0.3)
+    victim = await box.commands.start(["sleep", "1000"])
     await box.commands.run("kill -9 1; kill -9 -1")
-    assert (await victim).cause is Cause.SIGNALED
+    assert (await victim.wait()).cause is Cause.SIGNALED
     assert (await box.commands.run("echo still")).stdout == "still\n"
     assert (await other.commands.run("echo still")).stdout == "still\n"
 

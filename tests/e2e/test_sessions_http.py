@@ -12,7 +12,7 @@ import pytest
 
 import dsec
 from dsec import AsyncSandbox, AsyncSession, PtySize, errors
-from server_kit import Server, serving
+from server_kit import PATIENCE_S, Server, serving
 
 pytestmark = pytest.mark.root
 
@@ -120,7 +120,7 @@ async def test_many_open_one_session_at_once(box: AsyncSandbox) -> None:
 
 async def shown(session: AsyncSession, text: bytes) -> None:
     """Wait until it is in the log; the test's own timeout is the bound."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while text not in (await session.read_log()).data:  # noqa: ASYNC110  what it looks at is elsewhere
             await asyncio.sleep(0.02)
 
@@ -156,7 +156,7 @@ async def test_a_shell_that_left_is_replaced_when_it_is_opened_again(box: AsyncS
 async def test_a_command_goes_on_through_a_killed_server_and_runs_once(server: Server, box: AsyncSandbox) -> None:
     session = await box.sessions.open()
     running = asyncio.create_task(session.run("X=kept; echo begun >> /tmp/runs; sleep 3; echo $X; (exit 5)"))
-    (await box.commands.run("until test -s /tmp/runs; do sleep 0.05; done", command_timeout_s=30)).check()
+    (await box.commands.run("until test -s /tmp/runs; do sleep 0.05; done", command_timeout_s=PATIENCE_S)).check()
     await asyncio.to_thread(server.kill)
     await asyncio.to_thread(server.start)
     result = await running

@@ -132,7 +132,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def test_a_network_by_name_without_a_card(client: AsyncClient, small: SandboxSpec) -> None:
-    ask = "import socket; s = socket.create_connection(('{}', {}), 20); s.sendall(b'hello'); print(s.recv(9))"
+    ask = "import socket; s = socket.create_connection(('{}', {}), 60); s.sendall(b'hello'); print(s.recv(9))"
     async with await asyncio.start_server(echo, ADDRESS, PORT):
         box = await client.create(replace(small, network={"echo": True}))
         assert await said(box, "ls /sys/class/net") == "lo"

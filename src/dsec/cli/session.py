@@ -270,10 +270,12 @@ class _Attached:
         if self._running is None:
             self._running = asyncio.create_task(self._session.run(line.rstrip("\n")))
             return
-        if sys.stdin.isatty():
-            with contextlib.suppress(Conflict):  # it ends just now: the line is the next command
+        while sys.stdin.isatty() and not self._running.done():
+            try:
                 await self._session.send(line)
                 return
+            except Conflict:  # nothing runs: it has yet to begin, or ends just now and the line is the next command
+                await asyncio.wait([self._running], timeout=_POLL_S)
         await asyncio.wait([self._running])
         await self._take(line)
 
