@@ -9,7 +9,6 @@ import hashlib
 import http.client
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from dsec.errors import (
     FileMissing,
     InvalidRequest,
     PermissionDenied,
-    SandboxEnded,
     SandboxNotFound,
     Unsupported,
 )
@@ -446,70 +444,6 @@ async def test_twenty_clients_get_or_create_one(server: Server, client: AsyncCli
     assert gone.cause is Cause.DELETED
     assert (await clients[2].run("r").sandbox("task/1", SMALL)).id in {again.id, gone.id} or again.id == gone.id
     await asyncio.gather(*(each.close() for each in clients))
-
-
-async def test_a_ttl_ends_it_with_all_that_runs(client: AsyncClient) -> None:
-    box = await client.create(SMALL, ttl_s=1.0)
-    with pytest.raises(SandboxEnded, match="ttl"):
-        await box.commands.run(["sleep", "1000"])
-    async with asyncio.timeout(PATIENCE_S):
-        while (await box.refresh()).state is not State.ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert (box.info.cause, box.info.infra) == (Cause.TTL, False)
-    with pytest.raises(SandboxEnded):
-        await box.renew(60)
-
-
-async def test_renewals_race_expiries(client: AsyncClient) -> None:
-    """Whoever renewed in time lives on, whoever didn't is gone, and nothing is in between."""
-    boxes = [item.unwrap() async for item in client.create_many(SMALL, count=20, ttl_s=2.0)]
-
-    async def renew(number: int, box: AsyncSandbox) -> bool:
-        await asyncio.sleep(max(0.0, (box.info.expires_at or 0) - time.time() - 0.1 + 0.01 * number))
-        try:
-            await box.renew(1000)
-        except SandboxEnded:
-            return False
-        return True
-
-    renewed = await asyncio.gather(*(renew(number, box) for number, box in enumerate(boxes)))
-    await asyncio.sleep(0.5)
-    for box, lives in zip(boxes, renewed, strict=True):
-        info = await box.refresh()
-        if lives:
-            assert (await box.commands.run("echo here")).stdout == "here\n"
-        else:
-            assert info.cause is Cause.TTL
-
-
-async def test_an_idle_ttl_counts_from_the_last_use(client: AsyncClient) -> None:
-    until_told = "until test -e {}; do sleep 0.05; done; echo end"
-    while True:
-        busy = await client.create(SMALL, idle_ttl_s=1.0)
-        try:
-            held = await busy.commands.start(until_told.format("/first"))
-            break
-        except SandboxEnded:  # the host stood still for so long
-            continue
-    idle = await client.create(SMALL, idle_ttl_s=1.0)
-    await asyncio.sleep(1.5)
-    assert (await busy.refresh()).state is State.RUNNING
-    async with asyncio.timeout(PATIENCE_S):
-        while (await idle.refresh()).state is not State.ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    assert idle.info.cause is Cause.IDLE_TTL
-    with pytest.raises(SandboxEnded):
-        await idle.commands.run("true")
-    await (await busy.commands.start(until_told.format("/second"))).detach()
-    await busy.files.write("/first", "")
-    assert (await held.wait()).check().stdout == "end\n"
-    await asyncio.sleep(1.5)  # nobody listens, it is in use all the same
-    assert (await busy.refresh()).state is State.RUNNING
-    await busy.files.write("/second", "")
-    async with asyncio.timeout(PATIENCE_S):
-        while (await busy.refresh()).state is not State.ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    assert busy.info.cause is Cause.IDLE_TTL
 
 
 async def test_deleting_what_is_gone_or_never_was(client: AsyncClient, box: AsyncSandbox) -> None:
