@@ -92,9 +92,9 @@ def launchers(run: Path) -> list[int]:
 
 
 @contextmanager
-def machine_host(state: Path, run: Path) -> Iterator[tuple[Config, Host]]:
-    """A host for a module's machines; it is empty in the end."""
-    config = Config(state=state, run=run, vm_accel="tcg", vm_spare=0)
+def machine_host(state: Path, run: Path, *, spare: int = 0) -> Iterator[tuple[Config, Host]]:
+    """A host for a module's machines; it is empty in the end. `spare`: machines to have ready of a kind."""
+    config = Config(state=state, run=run, vm_accel="tcg", vm_spare=spare)
     host = open_host(config)
     try:
         yield config, host

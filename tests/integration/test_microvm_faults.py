@@ -5,83 +5,44 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from microvm_node_kit import PATIENCE_S, SPEC, Node, needs, node_on
 
-from dsec.app import open_host, open_machines
 from dsec.backends.container.host import Host
 from dsec.backends.microvm import captures
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.channel import files
 from dsec.configuration import Config
-from dsec.edge.config import EdgeConfig, SystemClock
+from dsec.edge.config import EdgeConfig
 from dsec.edge.node import Edge
 from dsec.errors import AdmissionTimeout, CreateFailed, OutcomeUnknown, Unavailable, Unsupported
-from dsec.ports import Captured, Handle
 from dsec.spec.causes import Cause
 from dsec.spec.operations import OpRequest
-from dsec.spec.sandbox import SandboxSpec, State
-from dsec.store.views import remove_dev
+from dsec.spec.sandbox import State
 from dsec.testing.conformance.kit import ENV, ok, shell
 from dsec.vmm.instance import MachineInstance
+from machines_kit import machine_host
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
-]
-
-SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
-PATIENCE_S = 140.0
-
-
-class Node:
-    """A backend, and machines that end with the test."""
-
-    def __init__(self, backend: MicroVmBackend) -> None:
-        self.backend = backend
-        self.handles: dict[str, Handle] = {}
-
-    async def make(self, name: str, capture: str = "") -> MachineInstance:
-        async with asyncio.timeout(4 * PATIENCE_S):
-            handle = self.handles[name] = self.backend.reserve(name, SPEC, capture=capture)
-            return await self.backend.create(name, SPEC, handle)
-
-    async def capture(self, name: str) -> Captured:
-        return await self.backend.capture(name, self.handles[name])
+pytestmark = needs
 
 
 @pytest.fixture(scope="module")
 def place(
     debian_module_state: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Config, Host]]:
-    """A host for all tests, with templates of its own, which get hurt."""
-    run = tmp_path_factory.mktemp("faults") / f"run-{os.getpid()}"
-    config = Config(state=debian_module_state, run=run, vm_accel="tcg", vm_spare=0)
-    host = open_host(config)
-    yield config, host
-    host.volume.close(keep=False)
-    host.layers.unmount_all()
-    host.views.remove()
-    remove_dev(host.run)
+    """A host for all tests, with a kernel, and with templates of its own, which get hurt."""
+    with machine_host(debian_module_state, tmp_path_factory.mktemp("faults") / f"run-{os.getpid()}") as host:
+        yield host
 
 
 @pytest.fixture
 async def node(place: tuple[Config, Host]) -> AsyncIterator[Node]:
-    found = open_machines(*place)
-    assert found is not None
-    backend = MicroVmBackend(found, SystemClock(), suspend=True)
-    await backend.open({})
-    made = Node(backend)
-    try:
-        yield made
-    finally:
-        for name, handle in made.handles.items():
-            await backend.destroy(name, handle)
-        await backend.close(keep=False)
+    async with node_on(*place, suspend=True) as node:
+        yield node
 
 
 def machines(backend: MicroVmBackend) -> set[str]:

@@ -4,73 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from microvm_node_kit import PATIENCE_S, SPEC, Node, needs, node_on
 from msgspec.structs import replace
 
-from dsec.app import open_host, open_machines
 from dsec.backends.container.host import Host
-from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.configuration import Config
-from dsec.edge.config import SystemClock
 from dsec.errors import CreateFailed
 from dsec.kernel.paging import pids_in
-from dsec.ports import Handle
-from dsec.spec.sandbox import SandboxSpec
-from dsec.store.views import remove_dev
 from dsec.testing.conformance.kit import ok, shell
 from dsec.vmm.instance import MachineInstance
+from machines_kit import machine_host
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed"),
-]
-
-SPEC = SandboxSpec(environment="debian", backend="microvm", memory_bytes=256 << 20, disk_bytes=512 << 20, pids=128)
-PATIENCE_S = 140.0
-
-
-class Node:
-    """A backend with spare machines."""
-
-    def __init__(self, backend: MicroVmBackend) -> None:
-        self.backend = backend
-        self.handles: dict[str, Handle] = {}
-        self.specs: dict[str, SandboxSpec] = {}
-
-    def reserve(self, capture: str = "", spec: SandboxSpec = SPEC) -> str:
-        name = f"box{len(self.handles)}"
-        self.specs[name] = spec
-        self.handles[name] = self.backend.reserve(name, spec, capture=capture)
-        return name
-
-    async def create(self, name: str) -> MachineInstance:
-        async with asyncio.timeout(4 * PATIENCE_S):
-            return await self.backend.create(name, self.specs[name], self.handles[name])
-
-    async def make(self, capture: str = "") -> MachineInstance:
-        return await self.create(self.reserve(capture))
-
-    async def filled(self) -> list[int]:
-        """The spare ones' VMMs, when there are as many as there shall be."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.backend.node.spares.count < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return self.ready()
-
-    def ready(self) -> list[int]:
-        return [spare.machine.pid for ready in self.backend.node.spares._ready.values() for spare in ready]
-
-    def stems(self) -> list[int]:
-        return [stem.machine.pid for stem in self.backend.node.stems._stems.values()]
-
-    async def end(self, name: str) -> None:
-        await self.backend.destroy(name, self.handles.pop(name))
+pytestmark = needs
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +29,15 @@ def place(
     debian_module_state: Path, vm_templates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Config, Host, Path]]:
     run = tmp_path_factory.mktemp("spares") / f"run-{os.getpid()}"
-    config = Config(state=debian_module_state, run=run, vm_accel="tcg", vm_spare=2)
-    host = open_host(config)
-    yield config, host, vm_templates
-    host.volume.close(keep=False)
-    host.layers.unmount_all()
-    host.views.remove()
-    remove_dev(host.run)
+    with machine_host(debian_module_state, run, spare=2) as host:
+        yield *host, vm_templates
 
 
 @pytest.fixture
 async def node(place: tuple[Config, Host, Path]) -> AsyncIterator[Node]:
-    found = open_machines(*place)
-    assert found is not None
-    backend = MicroVmBackend(found, SystemClock())
-    await backend.open({})
-    made = Node(backend)
-    try:
-        await made.make()
-        yield made
-    finally:
-        for name in list(made.handles):
-            await made.end(name)
-        await backend.close(keep=False)
-    assert not found.machines.names()
+    async with node_on(*place) as node:
+        await node.make()
+        yield node
 
 
 async def alive(instance: MachineInstance) -> None:
@@ -181,10 +117,10 @@ async def test_a_stem_is_killed(node: Node) -> None:
     await alive(await node.make())
     moment = await node.backend.split(parent, node.handles[parent])
     try:
-        await alive(await node.make(moment))
+        await alive(await node.make(capture=moment))
         for pid in node.stems():
             os.kill(pid, signal.SIGKILL)
-        await alive(await node.make(moment))
+        await alive(await node.make(capture=moment))
     finally:
         await node.backend.drop(moment)
 
