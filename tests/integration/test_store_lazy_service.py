@@ -182,13 +182,19 @@ async def test_large_programs_are_read_whole_where_no_file_is_called_hot(tmp_pat
     (source / "usr/lib").mkdir(parents=True)
     (source / "lib").symlink_to("usr/lib")
     (source / "opt").symlink_to("/")
-    for name in ("usr/lib/libbegun.so", "usr/lib/libother.so", "elsewhere"):
+    for name in ("etc", "usr/lib/x86_64-linux-gnu"):
+        (source / name).mkdir()
+    (source / "etc/ld.so.cache").write_bytes(b"list" * 3000)
+    begins = ("usr/lib/x86_64-linux-gnu/libc.so.6", "etc/ld.so.cache")
+    for name in (begins[0], "usr/lib/libbegun.so", "usr/lib/libother.so", "elsewhere"):
         (source / name).write_bytes(random.Random(name).randbytes(1_000_000))
     layer = maker._layers.add(source, "workspace").digest
     await maker.push(layer)
     truth, whole = digests(source), -(-1_000_000 // 4096) * 4096
     async with server(tmp_path / "node", store) as node:
         top = await node.start("app", layer)
+        await store_kit.until(lambda: all(cached_bytes(top / name) for name in begins))
+        await store_kit.until(lambda: cached_bytes(top / begins[0]) == whole)
         touch(top / "elsewhere", 0)
         touch(top / "usr/lib/libbegun.so", 500_000)
         await store_kit.until(lambda: cached_bytes(top / "usr/lib/libbegun.so") == whole)

@@ -6,9 +6,10 @@ from its beginning to its end asks for more and more at once. So a thread reads 
 its own, and what the program wants is in the page cache.
 
 The filler fetches a file whole that somebody has begun to read (`readahead.py`; a trace names all of its chunks), and
-what is there is seen from the bits of what is filled. Nothing else is read: a read that waits would be taken for a
-reader's, and something would be fetched ahead of it. Only names lead to files: candidates are the layer's hot files,
-or, where it names none, what lies where programs and libraries do.
+what is there is seen from the bits of what is filled. Nothing else is read but what nearly every program begins with,
+the loader and the C library: a read that waits would be taken for a reader's, and something would be fetched ahead of
+it. Only names lead to files: candidates are the layer's hot files, or, where it names none, what lies where programs
+and libraries do.
 
 The thread is in C (`native/follow/follow.c`): it looks at some hundred names while the sandbox starts, and in Python
 would pass the interpreter's lock around for each of them.
@@ -41,6 +42,10 @@ _PROGRAMS = (
     *(f"usr/lib/{machine}-linux-gnu" for machine in ("x86_64", "aarch64")),
     *("bin", "lib", "lib64"),
 )
+_LOADED, _LOADER = "etc/ld.so.cache", ("ld-linux", "ld-musl", "libc.so", "libc-2.")
+"""What nearly every program begins with, which is read whether somebody began or not: the loader, its list of
+libraries, and the C library."""
+_MOST_AT_ONCE = 4
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 FOLLOW = "follow.so"
 """Lies beside the holder."""
@@ -54,6 +59,7 @@ class _Follow(ctypes.Structure):
         ("bits", ctypes.c_int),
         ("names", ctypes.c_char_p),
         ("count", ctypes.c_uint32),
+        ("at_once", ctypes.c_uint32),
         ("least", ctypes.c_uint64),
         ("most", ctypes.c_uint64),
         ("soon_ms", ctypes.c_uint32),
@@ -83,11 +89,14 @@ class Follower:
         with contextlib.suppress(OSError):  # it was unmounted, or is none of ours
             root = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                named = [name for name in islice(hot, _MOST) if name != "/"] or [*islice(_programs(root), _MOST)]
-                names = [os.fsencode(name) for name in named if "\0" not in name]
+                hot = [name for name in islice(hot, _MOST) if name != "/" and "\0" not in name]
+                named = hot or [*islice(_programs(root), _MOST)]
+                loaders = (name for name in named if name.rpartition("/")[2].startswith(_LOADER))
+                at_once = [_LOADED, *islice(loaders, _MOST_AT_ONCE)]
+                names = [os.fsencode(name) for name in (*at_once, *named)]
                 with open(image.with_name("filled"), "rb") as bits:
                     follow = _Follow(
-                        *(root, bits.fileno(), b"\0".join(names), len(names)),
+                        *(root, bits.fileno(), b"\0".join(names), len(names), len(at_once)),
                         *(LARGE_BYTES, FILE_BYTES),
                         *(_SOON_MS, _SOON_EVERY_US, _WATCH_MS, _EVERY_US, ctypes.pointer(self._stop)),
                     )
