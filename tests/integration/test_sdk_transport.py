@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -195,6 +196,18 @@ def test_where_the_server_is_looked_for(home: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("DSEC_API_KEY")
     assert find_endpoint("http://t") == Endpoint("http://t", "kt")  # the file's server: its key goes with it
     assert find_endpoint("http://other").api_key == ""  # a key is never sent to another server
+
+
+async def test_where_an_address_without_a_server_came_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever set `DSEC_STATE` to an empty directory doesn't think of the file of another server."""
+    path = write_endpoint(home / "system", Endpoint("http://127.0.0.1:9", "k"))
+    monkeypatch.setenv("DSEC_STATE", str(home / "state"))
+    async with AsyncClient() as client:
+        with pytest.raises(Unavailable, match=re.escape(f"no server answers at http://127.0.0.1:9 (as {path} says): ")):
+            await client.node()
+    async with AsyncClient("http://127.0.0.1:10", "k") as client:
+        with pytest.raises(Unavailable, match=re.escape("no server answers at http://127.0.0.1:10: ")):
+            await client.node()
 
 
 def test_the_file_is_its_owners_alone(home: Path) -> None:

@@ -6,6 +6,7 @@ missing.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -118,136 +119,40 @@ def bench() -> None:
     """Measure this machine, with a server that is started for it."""
 
 
-@bench.command("create", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_create(arguments: tuple[str, ...]) -> int:
-    """Create, run `true`, destroy: against crun, runc, bubblewrap and the bare zygote."""
-    try:
-        from dsec.bench import create
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return create.main(list(arguments))
+_BENCHES = {
+    "create": "Create, run `true`, destroy: against crun, runc, bubblewrap and the bare zygote.",
+    "exec": "Commands in sandboxes that run: latency, rate, transfers.",
+    "copy": "`dsec cp` of many small files, against the sandbox's own tar.",
+    "soak": "Creates at a steady rate for long: does everything come back to the start?",
+    "state": "What state that outlives everything costs: the trajectory log (`bench state --help`).",
+    "net": "A sandbox's network: what the egress costs.",
+    "fncall": "Function calls, against forks and fresh interpreters (`bench fncall --help`).",
+    "judge": "The judge: many submissions, against the CPU time of their cases.",
+    "vm": "MicroVMs: clones against booting, spare ones, memory, pauses.",
+    "lazy": "Layers that are filled on demand: against local ones, and whole-layer fetching.",
+    "burst": "Many sandboxes of environments that share layers, on a cold node.",
+    "cluster": "The control plane of a cluster: creations a second, bursts, memory, balance (`bench cluster --help`).",
+}
+"""What `dsec.bench` measures, by its modules: each has options of its own."""
 
 
-@bench.command("exec", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_exec(arguments: tuple[str, ...]) -> int:
-    """Commands in sandboxes that run: latency, rate, transfers."""
-    try:
-        from dsec.bench import exec as bench_of_exec
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return bench_of_exec.main(list(arguments))
+def _bench_verb(name: str, text: str) -> click.Command:
+    def measure(arguments: tuple[str, ...]) -> int:
+        try:
+            module = importlib.import_module(f"dsec.bench.{name}")
+        except ImportError as error:
+            raise _needs_server(error) from error
+        return int(module.main(list(arguments)))
+
+    words = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}
+    return click.Command(
+        name, callback=measure, params=[words], help=text, context_settings=settings, add_help_option=False
+    )
 
 
-@bench.command("copy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_copy(arguments: tuple[str, ...]) -> int:
-    """`dsec cp` of many small files, against the sandbox's own tar."""
-    try:
-        from dsec.bench import copy as bench_of_copy
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return bench_of_copy.main(list(arguments))
-
-
-@bench.command("soak", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_soak(arguments: tuple[str, ...]) -> int:
-    """Creates at a steady rate for long: does everything come back to the start?"""
-    try:
-        from dsec.bench import soak
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return soak.main(list(arguments))
-
-
-@bench.command("state", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_state(arguments: tuple[str, ...]) -> int:
-    """What state that outlives everything costs: the trajectory log (`bench state --help`)."""
-    try:
-        from dsec.bench import state as bench_of_state
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return bench_of_state.main(list(arguments))
-
-
-@bench.command("net", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_net(arguments: tuple[str, ...]) -> int:
-    """A sandbox's network: what the egress costs."""
-    try:
-        from dsec.bench import net
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return net.main(list(arguments))
-
-
-@bench.command("fncall", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_fncall(arguments: tuple[str, ...]) -> int:
-    """Function calls, against forks and fresh interpreters (`bench fncall --help`)."""
-    try:
-        from dsec.bench import fncall
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return fncall.main(list(arguments))
-
-
-@bench.command("judge", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_judge(arguments: tuple[str, ...]) -> int:
-    """The judge: many submissions, against the CPU time of their cases."""
-    try:
-        from dsec.bench import judge
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return judge.main(list(arguments))
-
-
-@bench.command("vm", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_vm(arguments: tuple[str, ...]) -> int:
-    """MicroVMs: clones against booting, spare ones, memory, pauses."""
-    try:
-        from dsec.bench import vm
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return vm.main(list(arguments))
-
-
-@bench.command("lazy", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_lazy(arguments: tuple[str, ...]) -> int:
-    """Layers that are filled on demand: against local ones, and whole-layer fetching."""
-    try:
-        from dsec.bench import lazy
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return lazy.main(list(arguments))
-
-
-@bench.command("burst", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_burst(arguments: tuple[str, ...]) -> int:
-    """Many sandboxes of environments that share layers, on a cold node."""
-    try:
-        from dsec.bench import burst
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return burst.main(list(arguments))
-
-
-@bench.command("cluster", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench_cluster(arguments: tuple[str, ...]) -> int:
-    """The control plane of a cluster: creations a second, bursts, memory, balance (`bench cluster --help`)."""
-    try:
-        from dsec.bench import cluster
-    except ImportError as error:
-        raise _needs_server(error) from error
-    return cluster.main(list(arguments))
+for _name, _text in _BENCHES.items():
+    bench.add_command(_bench_verb(_name, _text))
 
 
 @click.group("host")

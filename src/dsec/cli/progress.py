@@ -83,7 +83,8 @@ class Progress:
     def summary(self) -> str:
         """All of it in a line."""
         rate = readable(int(self.bytes / max(self.seconds, 1e-6)))
-        return f"{self.files:,} files, {readable(self.bytes)} in {self.seconds:.2f} s ({rate}/s)"
+        word = "file" if self.files == 1 else "files"
+        return f"{self.files:,} {word}, {readable(self.bytes)} in {self.seconds:.2f} s ({rate}/s)"
 
     def end(self) -> None:
         """Take the line away."""

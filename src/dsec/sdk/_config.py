@@ -33,7 +33,7 @@ def find_endpoint(url: str | None = None, api_key: str | None = None) -> Endpoin
     url = url or os.environ.get("DSEC_URL") or None
     api_key = api_key or os.environ.get("DSEC_API_KEY") or None
     if url is None or api_key is None:
-        local = _local()
+        local = _local()[1]
         if local is not None and url in (None, local.url):
             url = local.url
             api_key = api_key or local.api_key
@@ -46,10 +46,16 @@ def find_endpoint(url: str | None = None, api_key: str | None = None) -> Endpoin
 def renewed_key(endpoint: Endpoint) -> str | None:
     """Another key for the same server than the one in `endpoint`, where a `client.json` has one by now: a server that
     starts again may write a new one. Raises `InvalidRequest` for a damaged file."""
-    local = _local()
+    local = _local()[1]
     if local is None or local.url != endpoint.url or local.api_key == endpoint.api_key:
         return None
     return local.api_key
+
+
+def named_by(endpoint: Endpoint) -> str:
+    """Where a server's address comes from, for people who don't expect it; "": from them."""
+    path, local = _local()
+    return f" (as {path} says)" if local is not None and local.url == endpoint.url else ""
 
 
 def write_endpoint(directory: Path, endpoint: Endpoint) -> Path:
@@ -63,7 +69,7 @@ def write_endpoint(directory: Path, endpoint: Endpoint) -> Path:
     return path
 
 
-def _local() -> Endpoint | None:
+def _local() -> tuple[Path | None, Endpoint | None]:
     state = os.environ.get("DSEC_STATE")
     places = [Path(state)] if state else []
     with contextlib.suppress(RuntimeError):  # no home directory
@@ -72,9 +78,9 @@ def _local() -> Endpoint | None:
     for place in places:
         path = place / FILE_NAME
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Endpoint)
+            return path, msgspec.json.decode(path.read_bytes(), type=Endpoint)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"{path} is damaged: {error}", remedy="`dsec serve` writes it again") from None
-    return None
+    return None, None

@@ -43,7 +43,7 @@ from dsec.sdk._answers import (
     failure_of,
     reason,
 )
-from dsec.sdk._config import Endpoint, find_endpoint, renewed_key
+from dsec.sdk._config import Endpoint, find_endpoint, named_by, renewed_key
 from dsec.sdk._http import CONNECT_TIMEOUT_S, IDLE_S, Pool
 from dsec.sockets import watched
 
@@ -293,7 +293,7 @@ class Transport:
 
     def _unreachable(self, error: BaseException) -> Unavailable:
         return Unavailable(
-            f"no server answers at {self.endpoint.url}: {reason(error)}",
+            f"no server answers at {self.endpoint.url}{named_by(self.endpoint)}: {reason(error)}",
             remedy="start one with `dsec serve`, or set DSEC_URL and DSEC_API_KEY",
         )
 

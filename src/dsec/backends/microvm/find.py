@@ -81,7 +81,7 @@ def _probe_kvm(found: kvm.Fitness) -> Finding:
     remedy = (
         "" if found.fit else "Machines run on an imitated CPU (tcg), many times slower; a host with KVM does better."
     )
-    return Finding("KVM", found.fit, remedy, found.detail, False)
+    return Finding("KVM for guests", found.fit, remedy, found.detail, False)
 
 
 def _probe_kernel(state: Path) -> Finding:
