@@ -27,5 +27,6 @@ def test_it_counts_what_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for key in ("creates_per_s", "burst32k_s", "mib_for_400k", "single_per_api_core", *beats):
         assert result[key] > 0, key
     assert 0 <= result["imbalance"] < 1
-    assert isinstance(result["overhead_p50_ms"], float)
+    for key in ("overhead_p50_ms", "locality", "locality_from_empty"):  # so few may meet no layers
+        assert isinstance(result[key], float), key
     assert list(tmp_path.iterdir()) == [], "nothing is left"

@@ -38,7 +38,12 @@ def test_without_faults_everybody_gets_what_they_asked_for() -> None:
     assert not outcome.violations
     assert set(outcome.failures) <= {"quota_exceeded"}
     assert outcome.wait_p99_s < 1.0
-    assert outcome.layer_hits > outcome.layer_hits_random
+    by_chance = simulate(SimConfig(seed=1, nodes=16, hours=0.2, faults=0, random=True))
+    assert not by_chance.violations
+    assert outcome.locality_from_empty > 1.3 * by_chance.locality_from_empty
+    assert outcome.layer_hits > by_chance.layer_hits
+    assert outcome.layer_fetches < 0.8 * by_chance.layer_fetches
+    assert outcome.imbalance < by_chance.imbalance
 
 
 def test_a_seed_replays_to_the_last_event() -> None:

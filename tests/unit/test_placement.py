@@ -161,6 +161,64 @@ def test_nodes_with_the_layers_come_first_while_they_are_not_fuller() -> None:
     assert made.holders("lab/image") > 1, "those that got it hold it now"
 
 
+def uneven(made: Placer, *holding: int) -> dict[int, int]:
+    """A cluster that is some 70 % full, its nodes within 4 % of each other; what each has."""
+    live = {edge: 2200 + edge * 37 % 90 for edge in range(160)}
+    for edge, count in live.items():
+        made.observe(report(edge, live=count, layers=("e",) if edge in holding else ()))
+    return live
+
+
+def big(edge: int) -> NodeFacts:
+    return facts(edge, max_live=3200, max_starting=96, memory_capacity_bytes=1 << 60)
+
+
+def test_nodes_with_the_layers_are_filled_as_far_as_balance_allows_before_others_fetch_them() -> None:
+    made = placer(*(big(edge) for edge in range(160)))
+    holding = set(range(0, 160, 8))
+    live = uneven(made, *holding)
+    plan = {share.edge: share.count for share in made.place_many(Ask(memory_bytes=MIB, environment="e"), 2500)}
+    assert sum(plan.values()) == 2500
+    mean = sum(live.values()) / 160
+    full = {edge: live[edge] + plan.get(edge, 0) for edge in holding}
+    assert min(full.values()) > 1.02 * mean, "each holder is used before others are"
+    assert max(live[edge] + count for edge, count in plan.items()) < 1.05 * mean
+
+
+def test_what_nobody_holds_goes_to_few_nodes_and_those_were_the_emptier_ones() -> None:
+    made = placer(*(big(edge) for edge in range(160)))
+    live = uneven(made)
+    mean = sum(live.values()) / 160
+    for n in range(5):
+        plan = {share.edge: share.count for share in made.place_many(Ask(memory_bytes=MIB, environment=f"e{n}"), 300)}
+        assert sum(plan.values()) == 300
+        assert len(plan) <= 16
+        for edge, count in plan.items():
+            assert live[edge] < mean + 5 * 300 / 160, "less than all had at the mean afterwards"
+            live[edge] += count
+    assert max(live.values()) < 1.03 * mean
+
+
+def test_another_apiserver_sends_the_next_task_to_the_same_nodes() -> None:
+    first, second = placer(*(big(edge) for edge in range(160))), placer(*(big(edge) for edge in range(160)), seed=8)
+    live = uneven(first)
+    taken = {share.edge: share.count for share in first.place_many(Ask(memory_bytes=MIB, environment="e"), 300)}
+    for edge, count in live.items():
+        news = {"live": count + taken[edge], "layers": ("e",), "taken": {"a": taken[edge]}} if edge in taken else {}
+        second.observe(report(edge, **{"live": count, **news}))
+    again = {share.edge: share.count for share in second.place_many(Ask(memory_bytes=MIB, environment="e"), 300)}
+    assert sum(count for edge, count in again.items() if edge in taken) > 250
+
+
+def test_a_run_loses_little_with_a_node() -> None:
+    """Wherever its layers are."""
+    made = placer(*(big(edge) for edge in range(160)))
+    uneven(made, 3, 4, 5)
+    plan = made.place_many(Ask(memory_bytes=MIB, environment="e", run="p\0r"), 2500)
+    assert sum(share.count for share in plan) == 2500
+    assert max(share.count for share in plan) <= 10 * 2500 / 160 + 4
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_layers_are_met_three_times_as_often_as_by_chance_and_nodes_stay_even(seed: int) -> None:
     """Both in the same state: requests of more than the published size for environments that a tenth of the nodes hold,

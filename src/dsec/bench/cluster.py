@@ -6,10 +6,11 @@ environments), several trainers at a time, each sandbox placed and acknowledged.
 one with a key each, over the CPU time of the apiserver that they went through. `overhead_p50_ms`: such a creation
 through an apiserver, less the same straight at an edge. `burst32k_s`: one request for so many, until the last is
 acknowledged. Then the cluster is filled: `mib_for_400k` is the memory of all apiservers (the watchers are in them) and
-NATS servers then, `imbalance` how much fuller the fullest node is than the mean after a tenth has ended and come again
-(`imbalance_burst`: right after the burst), `heartbeat_core` the share of a core that apiservers and NATS servers use
-while nobody asks for anything, `heartbeat_floor` what of it goes on when there is no edge any more. `locality`: how
-often a sandbox came to a node that had its environment's layers, over chance.
+NATS servers then, `imbalance` how much fuller the fullest node is than the mean after a tenth has ended and come again,
+some times over (`imbalance_burst`: right after the burst), `heartbeat_core` the share of a core that apiservers and
+NATS servers use while nobody asks for anything, `heartbeat_floor` what of it goes on when there is no edge any more.
+`locality`: how often a sandbox came to a node that had held its environment's layers before its task came, over chance,
+while a tenth ended and came again; `locality_from_empty`: in the batches, which begin with no layer anywhere.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ TASK_P50, TASK_SIGMA = 2528, math.log(7969 / 2528) / 1.2816
 FAN_P50, FAN_SIGMA = 3, math.log(28 / 3) / 1.2816
 ENVIRONMENTS = 2000
 MEMORY_BYTES = 640 << 20
+TURNS = 3
+"""So often a tenth ends and comes again."""
 SETTLE_S = 6.0
 """Until what has just happened costs nothing any more."""
 _item = msgspec.json.Decoder(BatchItem).decode
@@ -109,20 +112,25 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
     rate, count = await trainers.steady(plan.trainers, plan.seconds)
     after = await place.ask("look")
     batch_cpu, batch_api_cpu = cpu_s(control) - cpu, cpu_s(place.api_pids) - api_cpu
-    hits, chance = after["hits"] - before["hits"], after["by_chance"] - before["by_chance"]
-    say(f"batches: {rate:.0f}/s, {batch_cpu / count * 1e6:.0f} us of control plane each; layers {hits / chance:.2f}x")
+    from_empty = _Locality(before, after)
+    say(
+        f"batches: {rate:.0f}/s, {batch_cpu / count * 1e6:.0f} us of control plane each; layers {from_empty.times:.2f}x"
+    )
     began = time.perf_counter()
     await trainers.batch(place.apis[0], "burst", plan.burst)
     burst_s = time.perf_counter() - began
     burst = _imbalance((await place.ask("look"))["live"])
     say(f"burst of {plan.burst}: {burst_s:.2f} s, fullest {burst:.1%} over the mean")
     await trainers.fill(plan.trainers, plan.live)
-    await place.ask("end", count=plan.live // 10)
-    await asyncio.sleep(2.0)
-    await trainers.fill(plan.trainers, plan.live)
+    before = await place.ask("look")
+    for _ in range(TURNS):
+        await place.ask("end", count=plan.live // 10)
+        await asyncio.sleep(2.0)
+        await trainers.fill(plan.trainers, plan.live)
     await asyncio.sleep(3.0)
-    live = (await place.ask("look"))["live"]
-    say(f"{sum(live)} live")
+    after = await place.ask("look")
+    live, locality = after["live"], _Locality(before, after)
+    say(f"{sum(live)} live; layers {locality.times:.2f}x")
     heartbeat = await cpu_percent(place.api_pids, plan.idle_s) / 100
     heartbeat_nats = await cpu_percent(place.nats_pids, plan.idle_s) / 100
     mib = {pid: resident_kib(pid) / 1024 for pid in control}
@@ -141,8 +149,9 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
         "heartbeat_core": round(heartbeat + heartbeat_nats, 4),
         "heartbeat_core_nats": round(heartbeat_nats, 4),
         "heartbeat_floor": round(floor, 4),
-        "locality": round(hits / max(1e-9, chance), 2),
-        "layer_hits": round(hits / max(1, after["asked"] - before["asked"]), 4),
+        "locality": round(locality.times, 2),
+        "locality_from_empty": round(from_empty.times, 2),
+        "layer_hits": round(locality.rate, 4),
         "create_p50_ms": round(percentile(through, 50), 3),
         "create_p99_ms": round(percentile(through, 99), 3),
         "batch_control_us": round(batch_cpu / count * 1e6, 1),
@@ -155,6 +164,15 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
         "apiservers": plan.apiservers,
         "failures": trainers.failures,
     }
+
+
+class _Locality:
+    """Of what was made between two looks at the edges."""
+
+    def __init__(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        hits, by_chance, asked = (after[name] - before[name] for name in ("hits", "by_chance", "asked"))
+        self.times: float = hits / max(1e-9, by_chance)
+        self.rate: float = hits / max(1, asked)
 
 
 class _Trainers:

@@ -39,9 +39,18 @@ class _Range(click.FloatRange):
 @click.option(
     "--load", type=_Range(0.01, 10), default=1.0, show_default=True, help="1: as published, 2,400 live a node."
 )
+@click.option("--random", is_flag=True, help="Place at random: what locality and balance are measured against.")
 @json_option
 def sim(  # noqa: PLR0917 (click passes by name)
-    seed: int, seeds: int, nodes: int, hours: float, apiservers: int, faults: float, load: float, as_json: bool
+    seed: int,
+    seeds: int,
+    nodes: int,
+    hours: float,
+    apiservers: int,
+    faults: float,
+    load: float,
+    random: bool,
+    as_json: bool,
 ) -> int:
     """Simulate a cluster with the real placement, fairness, watcher, quotas and fences.
 
@@ -54,12 +63,15 @@ def sim(  # noqa: PLR0917 (click passes by name)
         raise Unsupported("this needs the server's packages", remedy="pip install 'dsec[server]'") from error
     broken = 0
     for each in range(seed, seed + seeds):
-        config = SimConfig(seed=each, nodes=nodes, hours=hours, apis=apiservers, faults=faults, load=load)
+        config = SimConfig(
+            seed=each, nodes=nodes, hours=hours, apis=apiservers, faults=faults, load=load, random=random
+        )
         with Virtual(f"seed {each}", hours * 3600) as progress:
             outcome = simulate(config, progress.at)
         if outcome.invariant_violations:
             broken += 1
-            options = f"--nodes {nodes} --hours {hours} --apiservers {apiservers} --faults {faults} --load {load}"
+            by = " --random" if random else ""
+            options = f"--nodes {nodes} --hours {hours} --apiservers {apiservers} --faults {faults} --load {load}{by}"
             note(f"{outcome.violations[0]}; again: dsec sim --seed {each} {options}")
         if wants_json(as_json):
             write_json(outcome)

@@ -8,13 +8,16 @@ node with the placer's own later placements laid over it. The rules, in order:
    one such node alone has goes there.
 2. Nodes that held the environment's layers before the request come first, the least full of a few at random, until
    they are fuller than the mean by `locality_slack` of it and `locality_share` times their share of the request, or by
-   `locality_most` of it; have as much to start as they start at once, or `start_share` times their share; or `spread`
-   times their share of the run.
-3. For the rest, power of k choices: of `k` nodes at random the one with the least load. What was sent to it since its
-   last report counts twice, up to `unseen`: other apiservers, which aren't seen before the next one, fill the same
-   gaps. A node that has much more than its share of a run counts as fuller.
+   `locality_most` of it; have `start_turns` times as much to start as they start at once, or `start_share` times their
+   share; or `spread` times their share of the run.
+3. For the rest of a request for many, as few others as balance allows: the least full of `k` at random gets what it
+   lacks until it is as full as all will be at the mean afterwards (`locality_more` at most), within the same bounds. So
+   few nodes fetch the layers and hold them from then on, each for many.
+4. What is left, and one alone, by power of k choices: of `k` nodes at random the one with the least load. What was sent
+   to it since its last report counts twice, up to `unseen`: other apiservers, which aren't seen before the next one,
+   fill the same gaps. A node that has much more than its share of a run counts as fuller.
 
-Many alike are planned at once, in chunks: one choice a chunk. What was placed counts as load at once, and until a
+Many alike are planned at once, a chunk with each choice. What was placed counts as load at once, and until a
 report says that the node took it (`NodeReport.taken`, a counter, so that no clock is compared); what is known never to
 have arrived is taken back by `failed`. Nodes labelled `burst=true` get what the others have no room for, from
 `burst_above` on and only where the caller allows it.
@@ -28,6 +31,7 @@ from random import Random
 
 from msgspec import Struct
 
+from dsec.plan.placeable import Kind, Node, steady
 from dsec.spec.cluster import NodeFacts, NodeReport
 
 
@@ -37,22 +41,27 @@ class Policy(Struct, frozen=True, kw_only=True):
     k: int = 6
     holders: int = 8
     """Nodes with the environment's layers that are looked at."""
-    locality_slack: float = 0.02
+    locality_slack: float = 0.03
     """How much fuller than the mean a node with the layers may become, of the mean."""
     locality_share: float = 4.0
     """How much more, in its shares of the request; the fuller all are, the less: while a cluster fills, a request is
     large against what there is, and what it makes uneven is soon little."""
-    locality_most: float = 0.12
+    locality_most: float = 0.11
     """How much in all, of the mean: in bursts 15 % are allowed, and apiservers see each other's only in reports."""
+    locality_more: float = 0.05
+    """How much, of the mean, a node without the layers may get at once: other apiservers may just have given it what it
+    seems to lack."""
+    start_turns: float = 3.0
+    """So many times what it starts at once a node may have to start for the layers' sake: fetching takes longer."""
     start_share: float = 2.0
-    """So many times its share of a request such a node may have to start, where that is more than it starts at once."""
+    """Or so many times its share of a request, where that is more."""
     chunk: int = 4
     """Most sandboxes of a batch that one choice places."""
     start_window: float = 8.0
     """A node gets no more while this many times its `max_starting` are on their way to it: what waits there would be
     out of the reach of fairness."""
-    spread: float = 5.0
-    """A node with so many times its share of a run counts as fuller."""
+    spread: float = 10.0
+    """A node with so many times its share of a run gets no more of it for the layers' sake, and counts as fuller."""
     spread_from: int = 48
     spread_cost: float = 0.05
     unseen: float = 0.01
@@ -78,11 +87,6 @@ class Ask(Struct, frozen=True, kw_only=True):
         return (self.backend, self.features, self.labels)
 
 
-_EMPTY = 0.05
-"""Below this load differences are of no weight."""
-Kind = tuple[str, frozenset[str], frozenset[tuple[str, str]]]
-
-
 class Share(Struct, frozen=True):
     """A part of a plan: `count` sandboxes for one node."""
 
@@ -90,61 +94,26 @@ class Share(Struct, frozen=True):
     count: int
 
 
-class _Node:
-    """One node as this placer sees it."""
+class _Bounds(Struct, frozen=True):
+    """How far a request may make nodes uneven for the layers' sake."""
 
-    __slots__ = (
-        "burst",
-        "capacity",
-        "cordoned",
-        "edge",
-        "facts",
-        "in_runs",
-        "layers",
-        "live",
-        "load",
-        "max_live",
-        "memory",
-        "ok",
-        "overlaid",
-        "placeable",
-        "report",
-        "sent",
-        "sent_bytes",
-        "starts",
-        "unsteady",
-        "window",
-    )
-
-    def __init__(self, facts: NodeFacts) -> None:
-        self.edge = facts.edge
-        self.facts = facts
-        self.report: NodeReport | None = None
-        self.burst = facts.labels.get("burst") == "true"
-        self.cordoned = False
-        self.placeable = False
-        self.unsteady = False
-        self.overlaid = False
-        """Something was placed there since its last report."""
-        self.max_live = max(1, facts.max_live)
-        self.capacity = max(1, facts.memory_capacity_bytes)
-        self.window = 1.0
-        self.sent = 0
-        self.sent_bytes = 0
-        self.live = self.memory = 0
-        self.starts = 0.0
-        self.load = 0.0
-        self.ok = False
-        self.layers: set[str] = set()
-        self.in_runs: dict[str, int] = {}
-        """The report's own until something is placed there."""
+    level: float
+    """How full all will be at the mean once it is placed."""
+    full: float
+    """How full nodes may become that have the layers."""
+    more: float
+    """How much fuller one that hasn't them may become."""
+    starts: float
+    """What a node may have to start, where that is more than `start_turns` say."""
+    run: float
+    """So many of the run a node may have."""
 
 
 class _Suiting(Struct):
     """The nodes that a kind of sandbox can be on."""
 
-    plain: list[_Node]
-    burst: list[_Node]
+    plain: list[Node]
+    burst: list[Node]
     """For overflow."""
     mean: float = 0.0
     """Load of the plain ones."""
@@ -163,11 +132,11 @@ class Placer:
         self.name = name
         self._random = rng.random
         self._policy = policy or Policy()
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, Node] = {}
         self._kinds: dict[Kind, _Suiting] = {}
         self._changes = 0
         """Of any node's load."""
-        self._holders: dict[str, list[_Node]] = {}
+        self._holders: dict[str, list[Node]] = {}
         self._runs: dict[str, int] = {}
 
     # --- what is known ----------------------------------------------------------------------------------------------
@@ -176,7 +145,7 @@ class Placer:
         """A node is there, or is there again: whatever was placed on it before is over. Not placeable before its first
         report."""
         self.leave(facts.edge)
-        self._nodes[facts.edge] = _Node(facts)
+        self._nodes[facts.edge] = Node(facts)
         self._kinds.clear()
 
     def leave(self, edge: int) -> None:
@@ -240,7 +209,7 @@ class Placer:
 
     def loads(self) -> dict[int, float]:
         """How full each node is that gets something, 0..1, as this placer reckons."""
-        return {node.edge: node.load for node in _steady([n for n in self._nodes.values() if n.placeable])}
+        return {node.edge: node.load for node in steady([n for n in self._nodes.values() if n.placeable])}
 
     def holders(self, environment: str) -> int:
         """How many nodes hold an environment's layers."""
@@ -249,7 +218,7 @@ class Placer:
     def possible(self, ask: Ask) -> bool:
         """Whether any known node, placeable or not, could ever take it: else waiting is in vain."""
         return any(
-            _suits(node, ask.kind) and node.capacity >= ask.memory_bytes and (ask.burst or not node.burst)
+            node.suits(ask.kind) and node.capacity >= ask.memory_bytes and (ask.burst or not node.burst)
             for node in self._nodes.values()
         )
 
@@ -264,16 +233,22 @@ class Placer:
         """A plan for `count` alike, at most one share a node; what it doesn't cover has no room now."""
         policy, suiting = self._policy, self._nodes_for(ask.kind)
         chunk = max(1, min(policy.chunk, count // 8))
-        most = self._most(ask, count)
         holding = list(self._holders.get(ask.environment, ()))
-        near = self._bounds(suiting, ask, count)
+        bounds = self._bounds(suiting, ask, count)
+        overflows = ask.burst and bool(suiting.burst) and bounds.level > policy.burst_above
+        few = count > 1 and not overflows
         plan: dict[int, int] = {}
         left = count
         while left > 0:
             size = min(chunk, left)
-            node = self._nearest(holding, suiting, ask, size, most, near, exclude) if holding else None
+            node = self._nearest(holding, suiting, ask, size, bounds, exclude) if holding else None
+            if node is None and few:
+                node = self._emptier(suiting, ask, size, bounds, exclude)
+                if node is not None:
+                    size = min(left, max(size, self._lacks(node, ask, bounds)))
+                few = node is not None
             if node is None:
-                node = self._choose(suiting, ask, size, most, exclude)
+                node = self._choose(suiting, ask, size, bounds.run, exclude)
             if node is None:
                 if chunk == 1:
                     break
@@ -284,43 +259,46 @@ class Placer:
             left -= size
         return [Share(edge, n) for edge, n in plan.items()]
 
-    def _bounds(self, suiting: _Suiting, ask: Ask, count: int) -> tuple[float, float]:
-        """How full nodes with the layers may become by so many, and how much they may have to start."""
+    def _bounds(self, suiting: _Suiting, ask: Ask, count: int) -> _Bounds:
         policy = self._policy
-        mean, share = self._mean(suiting), count * max(1 / suiting.room, ask.memory_bytes / suiting.capacity)
-        little = max(mean, _EMPTY)
-        slack = policy.locality_slack * little + policy.locality_share * (1 - min(1.0, mean)) * share
-        full = mean + min(slack, policy.locality_most * little)
-        return full, policy.start_share * count / max(1, len(suiting.plain))
+        share = count * max(1 / suiting.room, ask.memory_bytes / suiting.capacity)
+        mean = self._mean(suiting)
+        level = mean + share
+        slack = policy.locality_slack * level + policy.locality_share * (1 - min(1.0, level)) * share
+        return _Bounds(
+            level=level,
+            full=max(level, mean + min(slack, policy.locality_most * level)),
+            more=policy.locality_more * level,
+            starts=policy.start_share * count / max(1, len(suiting.plain)),
+            run=self._most(ask, count),
+        )
 
     def _nearest(  # noqa: PLR0917
         self,
-        holding: list[_Node],
+        holding: list[Node],
         suiting: _Suiting,
         ask: Ask,
         count: int,
-        most: float,
-        bounds: tuple[float, float],
+        bounds: _Bounds,
         exclude: Collection[int],
-    ) -> _Node | None:
-        """The least full of some that hold the environment's layers and are little fuller than all are at the mean.
-        Those that can't take it are removed, and not asked about the rest."""
+    ) -> Node | None:
+        """The least full of some that hold the environment's layers and are within the bounds. Those that can't take it
+        are removed, and not asked about the rest."""
         policy, mean = self._policy, self._mean(suiting)
-        full, starts = bounds
         near, seen = None, 0
         while holding and seen < policy.holders:
             at = int(self._random() * len(holding))
             node = holding[at]
             more = count / node.max_live
             if (
-                node.load + more > max(full, mean + more)
-                or node.starts >= max(node.facts.max_starting, starts)
-                or node.in_runs.get(ask.run, 0) + count > most
-                or not _fits(node, ask, count)
+                node.load + more > max(bounds.full, mean + more)
+                or node.starts + count > max(policy.start_turns * node.facts.max_starting, bounds.starts)
+                or node.in_runs.get(ask.run, 0) + count > bounds.run
+                or not node.fits(ask.memory_bytes, count)
                 or not node.ok
                 or node.burst
                 or node.edge in exclude
-                or not _suits(node, ask.kind)
+                or not node.suits(ask.kind)
             ):
                 holding[at] = holding[-1]
                 holding.pop()
@@ -330,7 +308,38 @@ class Placer:
                 near = node
         return near
 
-    def _choose(self, suiting: _Suiting, ask: Ask, count: int, most: float, exclude: Collection[int]) -> _Node | None:
+    def _emptier(
+        self, suiting: _Suiting, ask: Ask, count: int, bounds: _Bounds, exclude: Collection[int]
+    ) -> Node | None:
+        """The least full of some at random that lack so many or more, else of all; None: there is none."""
+        nodes = suiting.plain
+
+        def lacking(some: Iterable[Node]) -> Node | None:
+            fitting = (n for n in some if self._lacks(n, ask, bounds) >= count and n.edge not in exclude)
+            return min(fitting, key=lambda node: node.load, default=None)
+
+        if len(nodes) > self._policy.k:
+            found = lacking([nodes[int(self._random() * len(nodes))] for _ in range(self._policy.k)])
+            if found is not None:
+                return found
+        return lacking(nodes)
+
+    def _lacks(self, node: Node, ask: Ask, bounds: _Bounds) -> int:
+        """How many it may get until it is as full as all are at the mean, within the other bounds."""
+        memory = max(1, ask.memory_bytes)
+        holds = min(node.max_live, node.capacity / memory)
+        starts = max(self._policy.start_turns * node.facts.max_starting, bounds.starts)
+        return math.floor(
+            min(
+                min(bounds.level - node.load, bounds.more) * holds,
+                min(starts, node.window) - node.starts,
+                bounds.run - node.in_runs.get(ask.run, 0),
+                node.max_live - node.live,
+                (node.capacity - node.memory) / memory,
+            )
+        )
+
+    def _choose(self, suiting: _Suiting, ask: Ask, count: int, most: float, exclude: Collection[int]) -> Node | None:
         best = self._best_of(suiting.plain, ask, count, most, exclude)
         if ask.burst and suiting.burst and (best is None or best.load > self._policy.burst_above):
             other = self._best_of(suiting.burst, ask, count, most, exclude)
@@ -338,17 +347,17 @@ class Placer:
                 best = other
         return best
 
-    def _best_of(self, nodes: list[_Node], ask: Ask, count: int, most: float, exclude: Collection[int]) -> _Node | None:
+    def _best_of(self, nodes: list[Node], ask: Ask, count: int, most: float, exclude: Collection[int]) -> Node | None:
         size = len(nodes)
         best, least = None, 0.0
         for _ in range(min(self._policy.k, size)):
             node = nodes[int(self._random() * size)]
-            if _fits(node, ask, count) and node.edge not in exclude:
+            if node.fits(ask.memory_bytes, count) and node.edge not in exclude:
                 cost = self._cost(node, ask, most)
                 if best is None or cost < least:
                     best, least = node, cost
         if best is None:  # the lucky ones were full: look at all
-            fitting = (node for node in nodes if _fits(node, ask, count) and node.edge not in exclude)
+            fitting = (node for node in nodes if node.fits(ask.memory_bytes, count) and node.edge not in exclude)
             best = min(fitting, key=lambda node: (self._cost(node, ask, most), node.edge), default=None)
         return best
 
@@ -359,7 +368,7 @@ class Placer:
             return math.inf
         return max(policy.spread_from, policy.spread * (self._runs.get(ask.run, 0) + count) / max(1, len(self._nodes)))
 
-    def _cost(self, node: _Node, ask: Ask, most: float) -> float:
+    def _cost(self, node: Node, ask: Ask, most: float) -> float:
         policy = self._policy
         load = node.load + min(node.sent / node.max_live, policy.unseen)
         return load + policy.spread_cost * (node.in_runs.get(ask.run, 0) >= most)
@@ -375,10 +384,10 @@ class Placer:
     def _nodes_for(self, kind: Kind) -> _Suiting:
         found = self._kinds.get(kind)
         if found is None:
-            suit = [n for n in self._nodes.values() if n.placeable and not n.cordoned and _suits(n, kind)]
+            suit = [n for n in self._nodes.values() if n.placeable and not n.cordoned and n.suits(kind)]
             for node in self._nodes.values():
                 node.ok = node.placeable and not node.cordoned and not node.unsteady
-            found = _Suiting(_steady([n for n in suit if not n.burst]), _steady([n for n in suit if n.burst]))
+            found = _Suiting(steady([n for n in suit if not n.burst]), steady([n for n in suit if n.burst]))
             found.room = sum(node.max_live for node in found.plain) or 1
             found.capacity = sum(node.capacity for node in found.plain) or 1
             if len(self._kinds) > 1000:  # callers choose labels: what they can fill is bounded
@@ -388,7 +397,7 @@ class Placer:
 
     # --- keeping count ----------------------------------------------------------------------------------------------
 
-    def _put(self, node: _Node, ask: Ask, count: int) -> None:
+    def _put(self, node: Node, ask: Ask, count: int) -> None:
         if not node.overlaid:
             node.overlaid = True
             node.in_runs = dict(node.in_runs)
@@ -402,23 +411,11 @@ class Placer:
             self._runs[ask.run] = self._runs.get(ask.run, 0) + count
         self._weigh(node)
 
-    def _weigh(self, node: _Node) -> None:
-        """How full it is, from the report and what was sent since."""
-        report, policy = node.report, self._policy
-        if report is None:
-            return
-        sent = node.sent
-        node.live = report.live + report.queued + sent
-        node.memory = report.memory_committed_bytes + node.sent_bytes
-        node.starts = report.starting + report.queued + sent
-        node.window = 0.0 if report.short or report.draining else node.facts.max_starting * policy.start_window
-        load = max(node.live / node.max_live, node.memory / node.capacity)
-        if report.busy > policy.busy_from:
-            load += report.busy - policy.busy_from
-        node.load = load
+    def _weigh(self, node: Node) -> None:
+        node.weigh(start_window=self._policy.start_window, busy_from=self._policy.busy_from)
         self._changes += 1
 
-    def _hold(self, node: _Node, layers: Iterable[str]) -> None:
+    def _hold(self, node: Node, layers: Iterable[str]) -> None:
         new = set(layers)
         for environment in node.layers - new:
             holding = self._holders[environment]
@@ -429,7 +426,7 @@ class Placer:
             self._holders.setdefault(environment, []).append(node)
         node.layers = new
 
-    def _count_runs(self, node: _Node, runs: dict[str, int]) -> None:
+    def _count_runs(self, node: Node, runs: dict[str, int]) -> None:
         """Keeps the totals; what didn't change costs next to nothing."""
         before = node.in_runs
         if before == runs:
@@ -444,26 +441,3 @@ class Placer:
             else:
                 del self._runs[run]
         node.in_runs = runs
-
-
-def _steady(nodes: list[_Node]) -> list[_Node]:
-    """Without those that come and go, where there are others."""
-    return [node for node in nodes if not node.unsteady] or nodes
-
-
-def _suits(node: _Node, kind: Kind) -> bool:
-    backend, features, labels = kind
-    facts = node.facts
-    return (
-        backend in facts.backends
-        and (not features or features.issubset(facts.features))
-        and all(facts.labels.get(name) == value for name, value in labels)
-    )
-
-
-def _fits(node: _Node, ask: Ask, count: int) -> bool:
-    return (
-        node.live + count <= node.max_live
-        and node.starts + count <= node.window
-        and node.memory + count * ask.memory_bytes <= node.capacity
-    )

@@ -24,7 +24,8 @@ from dsec.errors import AdmissionTimeout, DsecError, QuotaExceeded, Unavailable,
 from dsec.plan.fairness import FairQueue
 from dsec.plan.fencing import Claim, over, serves
 from dsec.plan.iam import Iam
-from dsec.plan.placement import Ask, Kind, Placer, Share
+from dsec.plan.placeable import Kind
+from dsec.plan.placement import Ask, Placer, Share
 from dsec.plan.quota import Holder
 from dsec.plan.watch import Change, Health, Watch
 from dsec.spec.cluster import NodeFacts, NodeReport

@@ -20,6 +20,7 @@ from dsec.plan.quota import Holder, Ledger, block, give, shrink, take
 from dsec.plan.scheduler import Need, Order, Part, Scheduler, Wanted
 from dsec.plan.watch import Health, Verdict, Watch
 from dsec.spec.cluster import NodeReport
+from dsec.testing.sim.chance import RandomPlacer
 from dsec.testing.sim.clients import Request, Task
 from dsec.testing.sim.node import ORDER_S, SentOrder
 
@@ -84,7 +85,8 @@ class Api:
         self.instance = f"{self.name}.{self._starts}"
         world = self.world
         holder = Holder(self.instance, world.charges, expiry_s=ORDER_S + 5)
-        placer = Placer(self.instance, world.engine.stream(self.instance))
+        kind = RandomPlacer if world.config.random else Placer
+        placer = kind(self.instance, world.engine.stream(self.instance))
         self.scheduler = Scheduler(placer=placer, watch=Watch(), holder=holder, iam=world.iam)
         self._jobs: dict[int, _Job] = {}
         self._tickets: dict[int, _Job] = {}

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from dsec.errors import DsecError
 from dsec.plan.quota import Ledger
 from dsec.testing.sim.clients import DEADLINE_S, LEASE_S, RENEW_S, Request, Task
@@ -25,6 +27,33 @@ if TYPE_CHECKING:
     from dsec.testing.sim.world import World
 
 GRACE_S = 60.0
+
+
+class Locality(Struct):
+    """How many sandboxes came to nodes that had held their environment when they were asked for, and how many would
+    have, had each come to any node of that moment by chance."""
+
+    made: int = 0
+    hits: int = 0
+    by_chance: float = 0.0
+
+    def add(self, count: int, hit: bool, share: float) -> None:
+        """So many came to one node; `share`: of all nodes, those that held it."""
+        self.made += count
+        self.hits += count * hit
+        self.by_chance += count * share
+
+    @property
+    def rate(self) -> float:
+        return self.hits / max(1, self.made)
+
+    @property
+    def rate_by_chance(self) -> float:
+        return self.by_chance / max(1, self.made)
+
+    @property
+    def over_chance(self) -> float:
+        return self.hits / self.by_chance if self.by_chance else 0.0
 
 
 class Judge:
@@ -42,7 +71,10 @@ class Judge:
         self.waits: list[float] = []
         self.imbalance: list[float] = []
         self.imbalance_burst = 0.0
-        self.layer_hits = self.layer_chance = self.layer_asks = 0.0
+        self.locality = Locality()
+        """Of all the time."""
+        self.locality_steady = Locality()
+        """Of what was made at steady state."""
         self._owners: dict[tuple[int, int], Sandbox] = {}
         self._projects: Counter[str] = Counter()
         self._open: dict[int, Request] = {}
@@ -58,7 +90,9 @@ class Judge:
         world, count = self.world, len(made)
         self.creates[int(world.engine.now)] += count
         world.came[request.number] += count
-        self.layer_hits += count * (node.edge in world.had_layers[request.number])
+        held, share = world.had_layers[request.number]
+        for locality in (self.locality, self.locality_steady) if world.steady else (self.locality,):
+            locality.add(count, node.edge in held, share)
         if world.fenced(node):
             return  # it doesn't know yet; nobody is going to be served there
         for each in made:
@@ -104,12 +138,8 @@ class Judge:
     def asked(self, request: Request) -> None:
         self._open[request.number] = request
         placed = self.world.placed
-        holders = sum(request.environment in node.layers for node in placed)
-        self.layer_asks += request.count
-        self.layer_chance += request.count * holders / max(1, len(placed))
-        self.world.had_layers[request.number] = frozenset(
-            node.edge for node in placed if request.environment in node.layers
-        )
+        held = frozenset(node.edge for node in placed if request.environment in node.layers)
+        self.world.had_layers[request.number] = held, len(held) / max(1, len(placed))
 
     def told(self, request: Request, count: int, error: DsecError | None, *, refused: bool) -> None:
         """A client has heard of some of its sandboxes."""
@@ -151,7 +181,7 @@ class Judge:
 
     # --- now and then -----------------------------------------------------------------------------------------------
 
-    def look(self, *, steady: bool) -> None:
+    def look(self) -> None:
         """Figures and counts at this moment."""
         world, now = self.world, self.world.engine.now
         loads = [node.live / node.facts.max_live for node in world.placed if world.well(node, 1800.0)]
@@ -159,7 +189,7 @@ class Judge:
         if mean > 0.05 and len(loads) > 1:
             imbalance = max(loads) / mean - 1
             self.imbalance_burst = max(self.imbalance_burst, imbalance)
-            if steady:
+            if world.steady:
                 self.imbalance.append(imbalance)
         for node in world.nodes:
             if not node.up or node.claim is None:

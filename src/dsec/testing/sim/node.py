@@ -86,6 +86,8 @@ class Node:
         self.answers: dict[tuple[int, int], int] = {}
         """(request, first index) of each order -> how many it took: the same order gets the same answer."""
         self.layers: OrderedDict[str, None] = OrderedDict()
+        self.fetches = 0
+        """Of an environment's layers, so far."""
         # the process
         self.up = False
         self.claim: Claim | None = None
@@ -288,6 +290,7 @@ class Node:
             layers.move_to_end(environment)
             return 0.0
         layers[environment] = None
+        self.fetches += 1
         if len(layers) > LAYERS:
             layers.popitem(last=False)
         self._layers = None

@@ -27,6 +27,8 @@ LIVE_A_NODE = 2400
 EARLY_ENDS = 1.25
 """So many more have to begin, as trainers and nodes die and take theirs along."""
 LOOK_S = 20.0
+STEADY_FROM = 0.6
+"""Of the time: what comes after is called steady."""
 LABS = 5
 
 
@@ -42,6 +44,8 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     """How much goes wrong: 1 is some hundred faults in two hours of 160 nodes; 0 nothing."""
     load: float = 1.0
     """Of the published one."""
+    random: bool = False
+    """Each sandbox goes to any node that has room: what placement is measured against."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -59,10 +63,18 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """The fullest node over the mean, less 1: median over the last part of the time."""
     imbalance_worst: float
     """The largest ever seen, bursts included."""
+    locality: float
+    """How many times as often as by chance sandboxes came to nodes that had held their environment when they were asked
+    for: over the last part of the time, as `imbalance`."""
+    locality_from_empty: float
+    """The same over all of the time, which begins with no layer anywhere."""
     layer_hits: float
-    """Share of sandboxes that went to nodes which held their environment when they were asked for."""
-    layer_hits_random: float
-    """What random choice would have had."""
+    """Share of sandboxes that came to such nodes in the last part of the time; with `placement` random: what random
+    placement has."""
+    layer_hits_by_chance: float
+    """What it would have been by chance with the layers where they were."""
+    layer_fetches: int
+    """Times that a node had to fetch an environment's layers."""
     wait_p50_s: float
     wait_p99_s: float
     """From a request to the last of its sandboxes on record at a node."""
@@ -92,7 +104,8 @@ class World:
         self.apis = [Api(self, number) for number in range(config.apis)]
         self.tasks: dict[str, Task] = {}
         self.came: Counter[int] = Counter()
-        self.had_layers: dict[int, frozenset[int]] = {}
+        self.had_layers: dict[int, tuple[frozenset[int], float]] = {}
+        """By request: the nodes that held its environment when it was asked for, and their share of all."""
         self.faults: Counter[str] = Counter()
         self._died: dict[str, float] = {}
         self._bus_upset_at = -math.inf
@@ -150,6 +163,11 @@ class World:
         """Nodes that take sandboxes."""
         return [node for node in self.nodes if node.up and node.claim is not None and not node.cordoned]
 
+    @property
+    def steady(self) -> bool:
+        """It is the last part of the time: the cluster was filled before."""
+        return self.engine.now > STEADY_FROM * self.config.hours * 3600
+
     def fenced(self, node: Node) -> bool:
         record: Claim | None = self.store.values.get(f"claim/{node.edge}", (0, None))[1]
         return record is None or node.claim is None or record.lost or record.incarnation != node.claim.incarnation
@@ -190,7 +208,7 @@ class World:
         self.engine.after(self._rng.expovariate(rate / mean), self._task)
 
     def _look(self) -> None:
-        self.judge.look(steady=self.engine.now > 0.6 * self.config.hours * 3600)
+        self.judge.look()
         self.engine.after(LOOK_S, self._look)
 
     def _next_fault(self) -> None:
@@ -297,7 +315,7 @@ def simulate(config: SimConfig, progress: Callable[[float, int], None] = lambda 
         if collects:
             gc.enable()
     judge = world.judge
-    judge.look(steady=True)
+    judge.look()
     judge.end()
     waits = sorted(judge.waits)
     return Outcome(
@@ -311,8 +329,11 @@ def simulate(config: SimConfig, progress: Callable[[float, int], None] = lambda 
         creates_per_s_peak=max(judge.creates.values(), default=0),
         imbalance=round(statistics.median(judge.imbalance), 4) if judge.imbalance else 0.0,
         imbalance_worst=round(judge.imbalance_burst, 4),
-        layer_hits=round(judge.layer_hits / max(1, judge.layer_asks), 4),
-        layer_hits_random=round(judge.layer_chance / max(1, judge.layer_asks), 4),
+        locality=round(judge.locality_steady.over_chance, 3),
+        locality_from_empty=round(judge.locality.over_chance, 3),
+        layer_hits=round(judge.locality_steady.rate, 4),
+        layer_hits_by_chance=round(judge.locality_steady.rate_by_chance, 4),
+        layer_fetches=sum(node.fetches for node in world.nodes),
         wait_p50_s=round(waits[len(waits) // 2], 4) if waits else 0.0,
         wait_p99_s=round(waits[len(waits) * 99 // 100], 4) if waits else 0.0,
         faults=dict(sorted(world.faults.items())),
