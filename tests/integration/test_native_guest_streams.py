@@ -278,7 +278,7 @@ class Server:
             except OSError:
                 return
             with connection:
-                connection.settimeout(60)
+                connection.settimeout(150)
                 try:
                     serve(connection)
                 except OSError:
@@ -377,7 +377,7 @@ def test_their_side_ends_first(guest: Guest, serve: Callable[..., Server]) -> No
     guest.feed(op, b"still")
     guest.wait(op)
     assert len(op.out) == 300_000
-    assert over.wait(60)
+    assert over.wait(150)
     assert b"".join(heard) == b"still"
 
 
@@ -428,7 +428,7 @@ def test_release_closes_the_connection(guest: Guest, serve: Callable[..., Server
     pid = op.pid
     assert pid is not None
     guest.release(op)
-    assert ended.wait(60)
+    assert ended.wait(150)
     assert gone(pid)
 
 
