@@ -82,7 +82,7 @@ allow-extra-parameters = false
 """
 
 
-def attack(target: Target, directory: Path, *options: str, timeout_s: float = 300.0) -> str:
+def attack(target: Target, directory: Path, *options: str, timeout_s: float = 560.0) -> str:
     """Run it; returns what it wrote. Raises `AssertionError` where it found something."""
     path = directory / "schemathesis.toml"
     text = _CONFIG.replace("{seed}", str(SEED))

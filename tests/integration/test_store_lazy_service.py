@@ -19,12 +19,14 @@ import store_kit
 from test_store_lazy import digest, published
 
 from dsec.bench.lazy import cached_bytes
+from dsec.errors import Unavailable
 from dsec.kernel import loop, mounts
 from dsec.kernel.mounts import ErofsMount
 from dsec.spec.sandbox import SandboxSpec
 from dsec.store.blobs import DirectoryStore
 from dsec.store.environments import Environment, EnvironmentStore
 from dsec.store.layers import LayerMounts
+from dsec.store.lazy import service
 from dsec.store.lazy.large import FOLLOW
 from dsec.store.lazy.service import LazyLayers
 from dsec.store.remote import UNUSED_S, RemoteCatalog
@@ -226,3 +228,16 @@ async def test_what_nothing_mounts_is_released_when_the_server_starts_again(tmp_
             assert {name: digest(target / name) for name in truth} == truth
         finally:
             await lazy.close(keep=True)
+
+
+async def test_a_filler_that_is_late_leaves_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy host; the server goes on without lazy layers."""
+    monkeypatch.setattr(service, "_START_S", 0.5)
+    (tmp_path / "run").mkdir()
+    lazy = LazyLayers(cache=tmp_path / "cache", run=tmp_path / "run", filler=["sh", "-c", "sleep 2", "filler"])
+    try:
+        with pytest.raises((TimeoutError, Unavailable)):
+            await lazy.open(lazy_kit.holder_program())
+        assert not lazy._holder_lives()
+    finally:
+        await lazy.close(keep=False)

@@ -101,7 +101,8 @@ class LazyLayers:
         """Serve. `program`: the compiled holder, beside which the copier lies. False where readers may have seen zeros:
         the holder was gone, with layers mounted.
 
-        Raises `Unavailable`, KernelError where this kernel has no such events.
+        Raises `Unavailable`, TimeoutError where the filler isn't there in time, KernelError where this kernel has no
+        such events; then nothing runs that isn't needed for what is mounted.
         """
         self._program = program
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,11 @@ class LazyLayers:
             self.fresh = not await self._filler_lives()
         self._attached = set(self._mounted)
         self._watch = asyncio.create_task(self._keep_running(), name="lazy layers")
-        await asyncio.wait_for(self._ready.wait(), _START_S)
+        try:
+            await asyncio.wait_for(self._ready.wait(), _START_S)
+        except BaseException:  # whoever gets this has nothing to close
+            await self.close(keep=bool(self._mounted))
+            raise
         return not (self.fresh and self._mounted)
 
     @property
