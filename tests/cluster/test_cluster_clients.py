@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import nats
 import pytest
-from cluster_kit import Cluster, running
+from cluster_kit import PATIENCE_S, Cluster, running
 from nats.errors import Error as NatsError
 
 from dsec import AsyncClient
@@ -95,7 +95,7 @@ async def test_ports_by_host_name(cluster: Cluster, one: AsyncClient) -> None:
     async with aiohttp.ClientSession() as http:
         for api in cluster.apis:
             base, name = f"127.0.0.1:{api.port}", f"8000-{box.id}.localhost"
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while True:
                     async with http.get(f"http://{base}/a?b=c", headers={"host": name}) as answer:
                         if answer.status == 200:
@@ -218,7 +218,7 @@ def ask(cluster: Cluster, path: str) -> tuple[int, bytes]:
         f"http://127.0.0.1:{cluster.apis[0].port}{path}", headers={"authorization": f"Bearer {cluster.key}"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return int(answer.status), bytes(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read()

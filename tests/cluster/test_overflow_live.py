@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import SOURCES, Cluster, running, until
+from cluster_kit import PATIENCE_S, SOURCES, Cluster, running, until
 
 from dsec.app import read_config
 from dsec.spec.ids import edge_of
@@ -48,7 +48,7 @@ async def test_a_full_cluster_gets_a_node_and_lets_it_go_again(cluster: Cluster,
         boxes = [await client.create("debian", **big)]
         assert edge_of(boxes[0].id) == 1
         until(lambda: len(cluster.healths()) == 2, "a second node is started")
-        boxes.append(await client.create("debian", deadline_s=60, **big))
+        boxes.append(await client.create("debian", deadline_s=PATIENCE_S, **big))
         assert edge_of(boxes[1].id) == 2
         assert (await boxes[1].commands.run(["echo", "there"])).stdout == "there\n"
         for box in boxes:
