@@ -30,6 +30,8 @@ LAYERS = 192
 """Environments whose layers a node keeps."""
 CREATE_S = 0.12
 PULL_S = 1.5
+NEWS_S = 0.2
+"""What a node took is reported after so long at most."""
 RETRY_S = 1.0
 _NONE = Charged(0, 0)
 
@@ -111,6 +113,8 @@ class Node:
         self.taken: dict[str, int] = {}
         self.leases: Deadlines[str] = Deadlines()
         self._create_ms = 0.0
+        self._news = False
+        """It took something that no report has said yet."""
         self._layers: tuple[str, ...] | None = tuple(self.layers)
         """As a report says them; None: they are others since the last one."""
         self._generation = self.boot * 1000 + self._starts
@@ -191,11 +195,20 @@ class Node:
         if not self.up or generation != self._generation or self.claim is None:
             return
         world = self.world
-        report = self.report()
-        for api in world.apis:
-            world.network.send(self.name, api.name, api.hear, report, bus=True)
+        self._say()
         world.store.get(self.name, f"claim/{self.edge}", self._check)
         world.engine.after(world.config.report_s * (0.95 + 0.1 * self._uniform()), self.beat, generation)
+
+    def _say(self) -> None:
+        report = self.report()
+        self._news = False
+        for api in self.world.apis:
+            self.world.network.send(self.name, api.name, api.hear, report, bus=True)
+
+    def _say_news(self, generation: int) -> None:
+        """It has taken something, as real edges say soon, unless a beat has said it."""
+        if self._news and self.up and generation == self._generation and self.claim is not None:
+            self._say()
 
     def _check(self, _: int, record: Claim | None) -> None:
         if self.up and self.claim is not None and not serves(record, self.claim.incarnation):
@@ -258,6 +271,9 @@ class Node:
             self._count(request, order.holder, taken, taken)
             self.taken[order.holder] = self.taken.get(order.holder, 0) + taken
             self.leases.set(request.run, self.world.engine.now + request.lease_s)
+            if not self._news:
+                self._news = True
+                self.world.engine.after(NEWS_S, self._say_news, self._generation)
             self.pump()
         return taken
 
