@@ -85,6 +85,10 @@ class Operation(Protocol):
         guest died first."""
         ...
 
+    async def resynced(self) -> int:
+        """Wait until all that it had at a resync is here again; how many bytes of stdout are. Raises as `read`."""
+        ...
+
     def read(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | OpEnd, None]:
         """Output from the given offsets on (below 0: from the first byte that is still kept), then the end, always
         last. Any number of readers, each from the start if it likes: nothing that a reader has yet to see is dropped

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dsec.app import Config, open_edge, read_config
+from dsec.edge import sessions
 from dsec.edge.node import Edge
-from dsec.edge.sessions import Session, Sessions
+from dsec.edge.session import Session
+from dsec.edge.sessions import Sessions
 from dsec.edge.shell import Run
 from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxEnded, Unsupported
 from dsec.spec.sandbox import SandboxSpec
@@ -149,7 +151,20 @@ async def test_a_command_is_stopped_and_the_session_goes_on(box: Box, command: s
     assert await box.run(session, "trap - INT; echo on") == (b"on\n", 0)
 
 
-async def test_a_shell_that_cannot_be_stopped_is_ended_and_says_so(box: Box) -> None:
+async def test_a_shell_that_comes_back_late_is_not_ended(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a host that stands still for a while."""
+    monkeypatch.setattr(sessions, "PROMPT_S", PATIENCE_S)
+    session = await box.open()
+    run = await box.start(session, "trap '' INT; mkfifo /tmp/f; echo begun; read -t 8 <>/tmp/f; true")
+    assert await session.until(lambda: b"begun" in run.output, PATIENCE_S)
+    await box.sessions.stop(box.id, session, run, 0.2)
+    assert run.done
+    assert not session.ended
+    assert await box.run(session, "echo on") == (b"on\n", 0)
+
+
+async def test_a_shell_that_cannot_be_stopped_is_ended_and_says_so(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "PROMPT_S", 0.0)
     session = await box.open()
     run = await box.start(session, "trap '' INT; echo begun; while :; do :; done")
     assert await session.until(lambda: b"begun" in run.output, PATIENCE_S)

@@ -11,7 +11,7 @@ from edge_kit import GIB, Kit, finish, spec, until
 
 from dsec.channel.operation import GuestOperation
 from dsec.channel.socket import SocketChannel
-from dsec.edge.commands import Command
+from dsec.edge.command import Command
 from dsec.edge.config import EdgeConfig
 from dsec.edge.node import Edge
 from dsec.edge.recorder import Recorder

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from dsec.api.exchange import Exchange
-from dsec.edge.sessions import Session, Sessions, Stop
+from dsec.edge.session import Session
+from dsec.edge.sessions import Sessions, Stop
 from dsec.edge.shell import Run
 from dsec.errors import Conflict, InvalidRequest
 from dsec.spec.sessions import (

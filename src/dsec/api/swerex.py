@@ -36,7 +36,8 @@ from dsec.api.swerex_wire import (
     as_text,
 )
 from dsec.edge.client import EdgeClient
-from dsec.edge.sessions import COMMAND_BYTES, GRACE_S, Session, Sessions
+from dsec.edge.session import Session
+from dsec.edge.sessions import COMMAND_BYTES, GRACE_S, Sessions
 from dsec.edge.shell import Run
 from dsec.errors import (
     Conflict,

@@ -21,7 +21,7 @@ from msgspec import Struct
 from dsec.api.app import Api
 from dsec.api.serve import ApiServer
 from dsec.bench.output import say
-from dsec.edge.commands import Command
+from dsec.edge.command import Command
 from dsec.edge.node import Edge
 from dsec.edge.recorded import RecordedCommand
 from dsec.edge.recording import Recording

@@ -23,6 +23,7 @@ from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, OutcomeUn
 from dsec.ports import Tap
 from dsec.spec.operations import Chunk, Kind, OpEnd
 from dsec.wire.frames import MAX_DATA, WINDOW
+from dsec.wire.messages import OpState
 from dsec.wire.session import Session
 
 KEEP_BYTES = 64 << 10
@@ -30,6 +31,8 @@ _ACK_BYTES = 64 << 10
 _SIGKILL = 9
 _SIGNAL_MAX = 64
 _SIZE_MAX = 65535
+_ENDED = 2
+"""`OpState.state`: its EXIT comes too."""
 
 
 def again(error: DsecError) -> DsecError:
@@ -89,6 +92,7 @@ class GuestOperation:
         "_key",
         "_link",
         "_op",
+        "_owed",
         "_pid",
         "_readers",
         "_released",
@@ -115,6 +119,7 @@ class GuestOperation:
         kind: Kind,
         spool: OpSpool | None,
         starts: tuple[int, int] = (0, 0),
+        owed: OpState | None = None,
         pid: int | None = None,
         orphan: bool = False,
         pty: bool = False,
@@ -128,6 +133,8 @@ class GuestOperation:
         self.started_at = started_at
         self._spool = spool
         self._streams = (_Stream(starts[0]), _Stream(starts[1]))
+        self._owed = owed
+        """At a resync: what the guest said that it has, until that came."""
         self._pid = pid
         self._end: OpEnd | None = None
         self._error: DsecError | None = None
@@ -180,6 +187,17 @@ class GuestOperation:
         while self._pid is None and self._end is None:
             await self._change()
         return self._pid
+
+    async def resynced(self) -> int:
+        while self._owed is not None and not self._paid(self._owed):
+            await self._change()
+        self._owed = None
+        return self._streams[0].end
+
+    def _paid(self, owed: OpState) -> bool:
+        stdout, stderr = self._streams
+        came = stdout.end >= owed.stdout_end and stderr.end >= owed.stderr_end
+        return self._end is not None or (came and owed.state != _ENDED)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -313,7 +313,6 @@ class SocketChannel:
         state = event.state
         sizes = self._spooled.get(event.op, (0, 0))
         whole = sizes[0] >= state.stdout_base and sizes[1] >= state.stderr_base  # else what was spooled is lost
-        keyed = state.key is not None
         if self._spool and not whole:
             self._spool.of(event.op).remove(unseen=True)
         operation = GuestOperation(
@@ -321,10 +320,11 @@ class SocketChannel:
             event.op,
             key=state.key,
             kind=state.kind,
-            spool=self._spool.of(event.op, sizes) if self._spool and keyed and whole else None,
+            spool=self._spool.of(event.op, sizes) if self._spool and state.key is not None and whole else None,
             starts=(event.stdout_from, event.stderr_from),
+            owed=state,
             pid=state.pid or None,
-            orphan=not keyed,
+            orphan=state.key is None,
             pty=state.pty_size > 0,
             started_at=self._clock.now() - state.age_ms / 1000,
         )

@@ -138,6 +138,14 @@ class Execution(Protocol):
         """
         ...
 
+    async def resynced(self) -> tuple[int, bool]:
+        """Wait until the guest has sent again what it had when this edge came, however long that takes: so many bytes
+        of stdout are here by now, and whether the command has ended.
+
+        Raises as `events`.
+        """
+        ...
+
     def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncIterator[Chunk | ExecStatus]:
         """Output from the given byte offsets on (below 0: from the first byte that is still kept; of a command without
         a key only the last part may be), then the status, always last. Close the iterator (`aclose`) when done

@@ -11,70 +11,23 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
+from dsec.edge.command import Command
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lives import Lives
 from dsec.edge.outcome import Asked, met_no_limit, status_of
 from dsec.edge.quick import QuickCommand, at_once
 from dsec.edge.recorded import RecordedCommand
-from dsec.edge.recorder import Recorder
 from dsec.edge.recording import Recording
 from dsec.edge.requests import HALF_KEY, Environ, check, environ_of, guest_key_of, hash_of, request_of
 from dsec.edge.sandbox import Sandbox, ended_error
 from dsec.edge.tasks import Tasks, log, quiet
 from dsec.errors import Conflict, DsecError, NotFound, OutcomeUnknown, Unavailable
-from dsec.ports import Clock, Operation, Usage
+from dsec.ports import Clock, Usage
 from dsec.spec.operations import Chunk, Kind, OpRequest
 from dsec.spec.sandbox import ExecSpec, ExecStatus, ProcessInfo
 
 _USAGE_FRESH_S = 1.0
-
-
-class Command:
-    """One command of a sandbox, for as long as the edge knows it."""
-
-    __slots__ = (
-        "asked",
-        "before",
-        "began",
-        "durable",
-        "entry",
-        "failure",
-        "guest_key",
-        "key",
-        "operation",
-        "reads",
-        "recorder",
-        "signalled",
-        "starting",
-        "status",
-    )
-
-    def __init__(self, key: str, guest_key: bytes | None, asked: Asked, before: Usage) -> None:
-        self.key = key
-        self.guest_key = guest_key
-        self.asked = asked
-        self.before = before
-        self.began: float | None = None
-        """When it was asked for, on the monotonic clock; None where an earlier edge was."""
-        self.operation: Operation | None = None
-        self.starting: asyncio.Task[None] | None = None
-        self.signalled = 0
-        self.reads = 0
-        self.status: ExecStatus | None = None
-        self.failure: DsecError | None = None
-        self.entry = 0
-        """Number of its `exec` in the trajectory; 0 where an earlier edge wrote it for a command without a key."""
-        self.recorder: Recorder | None = None
-        self.durable: asyncio.Future[Any] | None = None
-        """Its result is on disk, where the sandbox wants that."""
-
-    def live(self) -> Operation:
-        """Its operation; callers have waited for `starting`."""
-        if self.operation is None:
-            raise OutcomeUnknown("the command's start was cut off")
-        return self.operation
 
 
 class RunningCommand:
@@ -99,6 +52,13 @@ class RunningCommand:
     async def started(self) -> int | None:
         try:
             return await self._command.live().started()
+        except (OutcomeUnknown, Unavailable) as error:
+            raise await self._commands.explain(self._sandbox, error) from error
+
+    async def resynced(self) -> tuple[int, bool]:
+        operation = self._command.live()
+        try:
+            return await operation.resynced(), operation.end is not None
         except (OutcomeUnknown, Unavailable) as error:
             raise await self._commands.explain(self._sandbox, error) from error
 

@@ -17,7 +17,7 @@ from dsec.edge.sandbox import Sandbox
 from dsec.spec.sandbox import ExecStatus
 
 if TYPE_CHECKING:
-    from dsec.edge.commands import Command
+    from dsec.edge.command import Command
 
 T = TypeVar("T")
 

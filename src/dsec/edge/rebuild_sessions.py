@@ -11,7 +11,8 @@ from typing import Any
 
 from dsec.edge.client import EdgeClient
 from dsec.edge.recorder import bytes_of
-from dsec.edge.sessions import Session, Sessions
+from dsec.edge.session import Session
+from dsec.edge.sessions import Sessions
 from dsec.edge.shell import Run
 from dsec.spec.sessions import MIB, SessionSpec
 from dsec.spec.trajectory import Entry, EntryType

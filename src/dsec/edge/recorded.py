@@ -31,6 +31,9 @@ class RecordedCommand:
     async def started(self) -> int | None:
         return None
 
+    async def resynced(self) -> tuple[int, bool]:
+        return len(self._recorded.stdout), True
+
     async def events(self, stdout_from: int = 0, stderr_from: int = 0) -> AsyncGenerator[Chunk | ExecStatus, None]:
         """Its output as far as it was kept, then its status (`truncated` where that isn't all)."""
         streams = ((False, self._recorded.stdout, stdout_from), (True, self._recorded.stderr, stderr_from))

@@ -19,7 +19,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import ExecSpec, ExecStatus
 
 if TYPE_CHECKING:
-    from dsec.edge.commands import Command
+    from dsec.edge.command import Command
 
 
 class Recording:

@@ -15,7 +15,7 @@ from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxInfo, State
 
 if TYPE_CHECKING:
-    from dsec.edge.commands import Command
+    from dsec.edge.command import Command
     from dsec.edge.requests import Environ
 
 

@@ -11,27 +11,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from enum import Enum
 from typing import cast
 from weakref import WeakValueDictionary
 
 from dsec.edge.client import EdgeClient, Execution
-from dsec.edge.shell import MAX_COMMAND_BYTES, Machine, Output, Parser, Run, name_of, probe, secret_of, setup
-from dsec.edge.tasks import Tasks, bug, quiet
+from dsec.edge.session import INTERRUPT, READY_S, Session, size_of
+from dsec.edge.shell import MAX_COMMAND_BYTES, Output, Parser, Run, name_of, probe, secret_of, setup
+from dsec.edge.tasks import Tasks
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, Unavailable, Unsupported
-from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecSpec, ExecStatus, PtySize
 from dsec.spec.sessions import SessionInfo, SessionSpec
 from dsec.spec.trajectory import EntryType
 
-READY_S = 30.0
 GRACE_S = 2.0
 """How long ^C may take to work."""
-QUIET_S = 0.1
-"""A log that gave nothing for so long has been read to its end."""
+PROMPT_S = 10.0
+"""So long at least a stopped shell may take to be back at its prompt: a host that stands still a while ends none."""
 LOG_BYTES = 256 << 20
 """A session's output in all; beyond it the session is ended."""
 COMMAND_BYTES = 64 << 20
@@ -41,7 +40,6 @@ HEAD_BYTES = 64 << 10
 """The shell is ready within so much of its log."""
 _KEY = "dsec.session/"
 _SHELL = ["bash", "--noprofile", "--norc", "--noediting", "-i"]
-_INTERRUPT = b"\x03"
 _FORGET_LINE = b"\x15"
 """^U: what a server that was killed had typed of a line is not part of the next one."""
 _SWEEP = 1024
@@ -58,113 +56,6 @@ class Stop(Enum):
 
     TIMEOUT = 1
     OUTPUT = 2
-
-
-class Session:
-    """One session. Made by `Sessions`."""
-
-    def __init__(self, name: str, execution: Execution, secret: str) -> None:
-        self.name = name
-        self.execution = execution
-        self.machine = Machine(secret)
-        self.status: ExecStatus | None = None
-        """How its shell ended."""
-        self.failure: DsecError | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self._waiting = 0
-
-    @property
-    def ended(self) -> bool:
-        return self.status is not None
-
-    @property
-    def busy(self) -> bool:
-        return self.machine.current is not None and not self.ended
-
-    def info(self) -> SessionInfo:
-        status = self.status
-        return SessionInfo(
-            name=self.name,
-            busy=self.busy,
-            ended=self.ended,
-            exit_code=status.exit_code if status is not None and status.cause is Cause.EXITED else None,
-            log_bytes=self.machine.size,
-        )
-
-    async def until(self, done: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Read the log until `done`, or until the shell has ended; False: the time passed first. Any number of callers
-        at once.
-
-        Raises what reading the log raises.
-        """
-        self._waiting += 1
-        if self._reader is None:
-            self._reader = asyncio.get_running_loop().create_task(self._read())
-            quiet(self._reader)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not (done() or self.ended):
-                    if self.failure is not None:
-                        raise self.failure
-                    await self._change()
-        except TimeoutError:
-            return False
-        finally:
-            self._waiting -= 1
-            if not self._waiting and self._reader is not None:
-                self._reader.cancel()
-                self._reader = None
-        return True
-
-    async def catch_up(self) -> None:
-        """Read what the log holds by now."""
-        size = -1
-        while size != self.machine.size and not self.ended:
-            size = self.machine.size
-            await self.until(lambda: False, QUIET_S)
-
-    async def type(self, data: bytes) -> None:
-        """Send to the terminal. Raises what `Execution.write_stdin` raises."""
-        await self.execution.write_stdin(data)
-
-    async def interrupt(self, run: Run) -> None:
-        """Type ^C, once the command runs: before, it would take the typed line away and stop nothing."""
-        run.stopped = True
-        if await self.until(lambda: run.start is not None, READY_S) and not run.done:
-            await self.type(_INTERRUPT)
-
-    async def _read(self) -> None:
-        try:
-            events = cast("AsyncGenerator[Chunk | ExecStatus]", self.execution.events(self.machine.size))
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, ExecStatus):
-                        self.status = event
-                    elif not event.stderr:
-                        self.machine.feed(event.data)
-                    self._wake()
-        except DsecError as error:
-            self.failure = error
-            self._wake()
-        except Exception as error:  # noqa: BLE001 (who waits must hear of it)
-            self.failure = bug("reading a session's log failed", error)
-            self._wake()
-
-    async def _change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 class Sessions:
@@ -250,13 +141,17 @@ class Sessions:
 
     async def list(self, sandbox_id: str) -> list[SessionInfo]:
         """The sessions that this edge has met, and those that an earlier one opened and whose shells live."""
+        met = {_KEY + name for owner, name in self._known if owner == sandbox_id}
         for process in self._edge.processes(sandbox_id):
-            at = (sandbox_id, process.key)
-            if process.pty and process.key.startswith("~") and at not in self._others:
-                with suppress(NotFound):  # it ends just now
-                    name = name_of(await self._head(await self._edge.attach(*at), QUIET_S))
-                    if name and await self._is(sandbox_id, name, process.pid):
-                        continue
+            key, at = process.key, (sandbox_id, process.key)
+            if process.pty and key.startswith(("~", _KEY)) and key not in met and at not in self._others:
+                with suppress(NotFound, InvalidRequest):  # it ends just now; its beginning is gone, so it has no key
+                    execution = await self._edge.attach(*at)
+                    size, _ = await size_of(execution)
+                    head = await self._head(execution, min(size, HEAD_BYTES))
+                    name = name_of(head)
+                    if len(head) < HEAD_BYTES if name is None else await self._is(sandbox_id, name, process.pid):
+                        continue  # a session's, now or when it is ready
                 self._others.add(at)
         return [session.info() for (owner, _), session in self._known.items() if owner == sandbox_id]
 
@@ -334,11 +229,12 @@ class Sessions:
             await session.interrupt(run)
             if await session.until(done, grace_s / 2):
                 return
-        for patience in (1, 2, 3):
+        unit = max(grace_s, 1.0)
+        for patience_s in (unit, 2 * unit, max(3 * unit, PROMPT_S - 3 * unit)):
             killed = await self._kill_foreground(sandbox_id, session)
             if not killed:
-                await session.type(_INTERRUPT + probe(session.machine.secret, run.run))
-            if await session.until(done, patience * max(grace_s, 1.0)):
+                await session.type(INTERRUPT + probe(session.machine.secret, run.run))
+            if await session.until(done, patience_s):
                 return
         await self.end(sandbox_id, session)
 
@@ -361,9 +257,8 @@ class Sessions:
         await session.type(data)
 
     async def log(self, session: Session, offset: int, limit: int) -> tuple[bytes, int]:
-        """The session's output from an offset of its log on, without marks and what the shell said before it was
-        ready, and the offset to go on from. Waits for
-        nothing: no bytes and the same offset mean that there is nothing more by now."""
+        """The session's output from an offset of its log on, without marks and what the shell said before it was ready,
+        and the offset to go on from. No bytes and the same offset mean that there is nothing more by now."""
         parser = Parser(session.machine.secret, max(offset, session.machine.ready_at))
         return await self._part(session, parser, limit), parser.passed
 
@@ -379,21 +274,16 @@ class Sessions:
 
     async def _part(self, session: Session, parser: Parser, limit: int) -> bytes:
         """The output in the next bytes of the log, at most `limit` of them."""
-        offset = parser.passed
         output = bytearray()
-        size = 0
-        events = cast("AsyncGenerator[Chunk | ExecStatus]", session.execution.events(offset))
+        left = min(limit, (await size_of(session.execution))[0] - parser.passed)
+        events = cast("AsyncGenerator[Chunk | ExecStatus]", session.execution.events(parser.passed))
         async with aclosing(events):
-            while size < limit:
-                try:
-                    async with asyncio.timeout(QUIET_S):
-                        event = await anext(events)
-                except TimeoutError:
-                    break
+            while left > 0:
+                event = await anext(events)
                 if isinstance(event, ExecStatus):
                     break
-                data = event.data[: limit - size]
-                size += len(data)
+                data = event.data[:left]
+                left -= len(data)
                 for item in parser.feed(data):
                     if isinstance(item, Output):
                         output += item.data
@@ -416,7 +306,8 @@ class Sessions:
         known = self._known.get((sandbox_id, name))
         if known is not None and known.failure is None:
             return known
-        secret = secret_of(await self._head(execution, READY_S))
+        await size_of(execution)
+        secret = secret_of(await self._head(execution, HEAD_BYTES))
         if secret is None:
             return None
         session = Session(name, execution, secret)
@@ -424,14 +315,14 @@ class Sessions:
         self._remember(sandbox_id, session)
         return session
 
-    async def _head(self, execution: Execution, patience_s: float) -> bytes:
-        """The beginning of a log, up to where its shell is ready, as far as it comes in time."""
+    async def _head(self, execution: Execution, size: int) -> bytes:
+        """The beginning of a log, up to where its shell is ready, at most `size` bytes and what comes in time."""
         head = bytearray()
         events = cast("AsyncGenerator[Chunk | ExecStatus]", execution.events(0))
         async with aclosing(events):
             with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    while secret_of(bytes(head)) is None and len(head) < HEAD_BYTES:
+                async with asyncio.timeout(READY_S):
+                    while secret_of(bytes(head)) is None and len(head) < size:
                         event = await anext(events)
                         if isinstance(event, ExecStatus):
                             break

@@ -63,7 +63,17 @@ def _guest_errors() -> Iterator[None]:
         raise OutcomeUnknown(error.message, **error.details) from error
 
 
-class RemoteCommand:
+class _Remote:
+    pty = False
+
+    def watch(self, tap: Tap) -> None:
+        raise Unsupported("what passes is the server's to record", remedy="Its trajectory has it.")
+
+    async def resynced(self) -> int:
+        raise Unsupported("what its guest sends again is the server's to know")
+
+
+class RemoteCommand(_Remote):
     """`ports.Operation`: a command under its key on the server."""
 
     kind = Kind.EXEC
@@ -73,7 +83,6 @@ class RemoteCommand:
         self.key = key
         self.name = name
         self.stdin_offset = 0
-        self.pty = False
         self.started_at = time.time()
         self._channel = channel
         self._handle = asyncio.ensure_future(self._opened(handle))
@@ -87,9 +96,6 @@ class RemoteCommand:
     @property
     def end(self) -> OpEnd | None:
         return self._follower.result() if _succeeded(self._follower) else None
-
-    def watch(self, tap: Tap) -> None:
-        raise Unsupported("what passes is the server's to record", remedy="Its trajectory has it.")
 
     async def started(self) -> int | None:
         with _guest_errors():
@@ -134,9 +140,8 @@ class RemoteCommand:
         self._channel.forget(self)
         await self.let_go()
         with contextlib.suppress(SandboxEnded, SandboxLost, SandboxNotFound):
-            handle = self._handle.result() if _succeeded(self._handle) else None
-            if handle is not None:
-                await handle.release()
+            if _succeeded(self._handle):
+                await self._handle.result().release()
 
     async def let_go(self) -> None:
         """Close the connections; the command goes on."""
@@ -159,12 +164,11 @@ class RemoteCommand:
             return _end_of(await handle.wait(), counts)
 
 
-class RemoteFileCall:
+class RemoteFileCall(_Remote):
     """`ports.Operation`: a file call. It has no key, and one reader."""
 
     key = None
     pid = None
-    pty = False
 
     def __init__(self, channel: RemoteChannel, op: int, request: OpRequest):
         self.op = op
@@ -178,9 +182,6 @@ class RemoteFileCall:
         self._user = None if request.user is None else os.fsdecode(request.user)
         self._input: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         self._writing = asyncio.ensure_future(self._write()) if request.kind is Kind.WRITE else None
-
-    def watch(self, tap: Tap) -> None:
-        raise Unsupported("what passes is the server's to record", remedy="Its trajectory has it.")
 
     async def started(self) -> int | None:
         return None
