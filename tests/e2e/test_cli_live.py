@@ -198,14 +198,19 @@ def test_a_signal_ends_what_ctrl_c_ends(live: Live, number: signal.Signals, back
     """`timeout 60 dsec run ...` left its sandbox for hours."""
     box = live.sandbox()
     before = live("ls")[1]
-    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if background else None
+
+    def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what `nohup` ignores stays ignored
+        if background:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     for verb in [["run", "debian"]] if background else [["run", "debian"], ["exec", box]]:
         process = subprocess.Popen(
             live.command(*verb, "--", "sh", "-c", "echo ready; exec sleep 300"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             env=live.environment,
-            preexec_fn=ignore,  # noqa: PLW1509 (one thread)
+            preexec_fn=begin,  # noqa: PLW1509 (one thread)
         )
         with process:
             assert process.stdout is not None
