@@ -270,11 +270,12 @@ int warden_run(void) {
         if (poll(wait, 6, -1) < 0 && errno != EINTR) _exit(71);
         if (wait[0].revents) reap();
         if (wait[1].revents) from_cell();
-        if (wait[2].revents && !from_source(FD_SOURCE, false)) _exit(0);
+        /* What the warm parent and its workers said before they ended comes before the source's word that they did. */
         if (wait[3].revents && !from_source(parent_socket, true)) {
             close(parent_socket);
             parent_socket = -1;
         }
+        if (wait[2].revents && !from_source(FD_SOURCE, false)) _exit(0);
         if (wait[4].revents) from_edge();
         if (wait[5].revents) _exit(0); /* the zygote is gone; no other channel is ever taken */
     }

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dsec.backends.fncall.jail import AHEAD
 from dsec.backends.fncall.pool import Jails
 from dsec.backends.fncall.service import FunctionService
 from dsec.configuration import read_config
+from dsec.errors import Unsupported
 from dsec.spec.functions import FunctionBatch, FunctionCall, FunctionSpec
 
 pytestmark = pytest.mark.root
@@ -71,3 +73,35 @@ async def test_no_descriptors_to_be_had(debian_state: Path) -> None:
         assert jail.broken is None
         assert jail.preparing_lanes < len(taken)
         assert all([result.ok async for result in service.stream("p", batch)])
+
+
+def _warm_parent(module: str) -> tuple[int, int] | None:
+    """The one that imports this module, and the warden of its jail: in one mount namespace."""
+    wardens: dict[Path, int] = {}
+    parents: dict[Path, int] = {}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid, words = int(process.name), (process / "cmdline").read_bytes().split(b"\0")
+            if words[0] == b"dsec-cells" or module.encode() in words:
+                found = wardens if words[0] == b"dsec-cells" else parents
+                found[(process / "ns/mnt").readlink()] = pid
+    return next(((pid, wardens[space]) for space, pid in parents.items() if space in wardens), None)
+
+
+async def test_why_imports_failed_is_said_by_a_warden_that_was_late(debian_state: Path) -> None:
+    """It found both at once, the parent's reason and its end, and told the end first."""
+    found: list[Jails] = []
+    slow = ("asyncio", "http.server", "unittest", "xml.etree.ElementTree", "sqlite3", "multiprocessing")
+    async with open_edge(read_config(debian_state), keep=False, on_jails=found.append):
+        (jails,) = found
+        asked = asyncio.create_task(jails.use(jails.key("p", "debian", [*slow, "no_such_module"])))
+        while (both := await asyncio.to_thread(_warm_parent, "no_such_module")) is None:
+            assert not asked.done(), "it was too quick to be found"
+            await asyncio.sleep(0.001)
+        parent, warden = both
+        os.kill(warden, signal.SIGSTOP)
+        while await asyncio.to_thread(Path(f"/proc/{parent}").exists):  # noqa: ASYNC110 (not ours to hear of)
+            await asyncio.sleep(0.01)
+        os.kill(warden, signal.SIGCONT)
+        with pytest.raises(Unsupported, match="no_such_module"):
+            await asked
