@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from cluster_kit import SOURCES
 
-SMALL = "--edges 20 --servers 1 --apiservers 2 --seconds 1 --trainers 3 --singles 30 --burst 400 --live 3000 --idle-s 1"
+SMALL = (
+    "--edges 20 --servers 1 --apiservers 2 --seconds 1"
+    " --trainers 3 --singles 30 --burst 400 --live 3000 --turns 2 --idle-s 1"
+)
 
 
 def test_it_counts_what_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

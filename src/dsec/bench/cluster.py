@@ -10,7 +10,8 @@ NATS servers then, `imbalance` how much fuller the fullest node is than the mean
 some times over (`imbalance_burst`: right after the burst), `heartbeat_core` the share of a core that apiservers and
 NATS servers use while nobody asks for anything, `heartbeat_floor` what of it goes on when there is no edge any more.
 `locality`: how often a sandbox came to a node that had held its environment's layers before its task came, over chance,
-while a tenth ended and came again; `locality_from_empty`: in the batches, which begin with no layer anywhere.
+in the later half of the times that a tenth ended and came again; `locality_from_empty`: in the batches, which begin
+with no layer anywhere.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ TASK_P50, TASK_SIGMA = 2528, math.log(7969 / 2528) / 1.2816
 FAN_P50, FAN_SIGMA = 3, math.log(28 / 3) / 1.2816
 ENVIRONMENTS = 2000
 MEMORY_BYTES = 640 << 20
-TURNS = 3
-"""So often a tenth ends and comes again."""
 SETTLE_S = 6.0
 """Until what has just happened costs nothing any more."""
 _item = msgspec.json.Decoder(BatchItem).decode
@@ -64,6 +63,7 @@ class Plan(Struct, frozen=True):
     singles: int
     burst: int
     live: int
+    turns: int
     idle_s: float
 
 
@@ -76,6 +76,7 @@ class Plan(Struct, frozen=True):
 @click.option("--singles", type=click.IntRange(10), default=2000, show_default=True, help="Creations one by one.")
 @click.option("--burst", type=click.IntRange(1, 32768), default=BURST, show_default=True)
 @click.option("--live", type=click.IntRange(1), default=400_000, show_default=True, help="Sandboxes in the end.")
+@click.option("--turns", type=click.IntRange(2), default=10, show_default=True, help="A tenth ends and comes again.")
 @click.option("--idle-s", type=click.FloatRange(0.5), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(as_json: bool, **fields: Any) -> int:
@@ -122,8 +123,9 @@ async def _measure(plan: Plan, place: ClusterPlace, trainers: _Trainers) -> dict
     burst = _imbalance((await place.ask("look"))["live"])
     say(f"burst of {plan.burst}: {burst_s:.2f} s, fullest {burst:.1%} over the mean")
     await trainers.fill(plan.trainers, plan.live)
-    before = await place.ask("look")
-    for _ in range(TURNS):
+    for turn in range(plan.turns):
+        if turn == plan.turns // 2:
+            before = await place.ask("look")
         await place.ask("end", count=plan.live // 10)
         await asyncio.sleep(2.0)
         await trainers.fill(plan.trainers, plan.live)
