@@ -50,6 +50,7 @@ class Runs:
         self._tasks = tasks
         self._timers = Timers(clock, tasks, self._lapse)
         self._due: dict[Due, float] = {}
+        """Of those that a timer is set for."""
         self._runs = store.all()
 
     def start(self) -> None:
@@ -108,7 +109,7 @@ class Runs:
     def _lapse(self, key: Due) -> None:
         project, name = key
         run = self._runs[key]
-        late_s = self._clock.monotonic() - self._due[key]
+        late_s = self._clock.monotonic() - self._due.pop(key)
         if late_s > _STOOD_STILL_S:
             log.warning("the server stood still for %.1f s: the lease of the run %s goes on", late_s, name)
             self._lapses_in(key, min(late_s, run.lease_s))

@@ -20,7 +20,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dsec.errors import Internal, LayerCorrupt, NotFound, Unavailable
 from dsec.ports import Clock
@@ -48,6 +48,7 @@ class CopierGone(Exception):
     """It doesn't run."""
 
 
+_T = TypeVar("_T")
 Done = Callable[[bool, Exception | None], None]
 """Called on the loop: whether the holder was told, or what went wrong: `CopierGone`, `NotFound`, `Unavailable`,
 `LayerCorrupt`, or OSError of the target."""
@@ -58,6 +59,16 @@ class _Job(NamedTuple):
     chunks: Sequence[Chunk]
     done: Done
     tell: Callable[[bytes], None] = lambda digest: None
+
+
+def settle(future: asyncio.Future[_T], result: _T, error: Exception | None) -> None:
+    """Tell who waits for it, if that wasn't cancelled."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 class Copier:
@@ -118,12 +129,7 @@ class Copier:
             digest = found
 
         def done(_: bool, error: Exception | None) -> None:
-            if told.done():  # who waited was cancelled
-                return
-            if error is None:
-                told.set_result(digest)
-            else:
-                told.set_exception(error)
+            settle(told, digest, error)
 
         number = self.copy(source, 0, [Chunk(0, most, bytes(32))], target, done, nice=nice, kind=_TELL)
         self._jobs[number] = self._jobs[number]._replace(tell=tell)

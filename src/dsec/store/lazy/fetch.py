@@ -36,7 +36,7 @@ from dsec.store.format import (
     trace_key,
 )
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
-from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone
+from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone, settle
 from dsec.store.lazy.trace import decode_trace, load_trace
 from dsec.store.threads import started_pool
 
@@ -107,15 +107,6 @@ class _Run:
         """Of the copier; 0: it has none, or is in a hurry already."""
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Its result: the token that the holder was told of, or 0."""
-
-
-def _settle(future: asyncio.Future[None], _: bool, error: Exception | None) -> None:
-    if future.done():  # who waited was cancelled
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def _write_whole(path: Path, parts: Sequence[bytes], digest: str) -> None:
@@ -300,7 +291,11 @@ class Fetcher:
     def _begin(copier: Copier, source: Path, target: int, chunk: Chunk, kind: int) -> asyncio.Future[None]:
         """Raises `CopierGone`."""
         copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        copier.copy(source, chunk.offset, [chunk], target, partial(_settle, copied), nice=NICE, kind=kind)
+
+        def done(_: bool, error: Exception | None) -> None:
+            settle(copied, None, error)
+
+        copier.copy(source, chunk.offset, [chunk], target, done, nice=NICE, kind=kind)
         return copied
 
     async def _copy_whole(self, copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
