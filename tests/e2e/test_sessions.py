@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -252,6 +253,26 @@ async def test_a_session_survives_the_edge(config: Config) -> None:
         again, existed = await box.sessions.open(box.id, SessionSpec())
         assert existed
         assert again is session
+
+
+async def test_a_command_that_its_shell_has_not_read_when_the_edge_goes_runs_once(config: Config) -> None:
+    async with boxed(config, keep=True) as box:
+        session = await box.open()
+        key = session.execution.key
+        await box.edge.signal(box.id, key, signal.SIGSTOP, "leader")
+        await box.start(session, "echo $((n += 1)); read -rt 0 && echo typed", key="k")
+    async with open_edge(config, keep=False) as edge:
+        box.edge, box.sessions = edge, Sessions(edge)
+        session = await box.sessions.get(box.id, "default")
+        assert session.busy
+        run, known = await box.sessions.start(
+            box.id, session, "echo $((n += 1)); read -rt 0 && echo typed", key="k", room=1 << 20
+        )
+        await edge.signal(box.id, key, signal.SIGCONT, "leader")
+        assert await session.until(lambda: run.done, PATIENCE_S)
+        assert known
+        assert await box.sessions.output(session, run, 1 << 20) == b"1\n"
+        assert await box.run(session, "echo $n") == (b"1\n", 0)
 
 
 async def test_half_a_line_of_a_server_that_was_killed_is_forgotten(box: Box) -> None:

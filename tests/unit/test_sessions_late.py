@@ -13,8 +13,9 @@ from edge_kit import PATIENCE_S, Kit, spec, until
 
 from dsec.backends.fake import FakeGuest, commands
 from dsec.edge import session as module
+from dsec.edge.commands import RunningCommand
 from dsec.edge.sessions import Sessions
-from dsec.errors import Unavailable
+from dsec.errors import Conflict, Unavailable
 from dsec.spec.sessions import SessionSpec
 
 LATE_S = 0.5
@@ -26,6 +27,9 @@ class Bash:
 
     def __init__(self) -> None:
         self.began: list[bytes] = []
+        self.awake = asyncio.Event()
+        """Else it has read a command and says nothing yet."""
+        self.awake.set()
 
     async def __call__(self, process: commands.Process) -> int:
         secret = b""
@@ -37,6 +41,7 @@ class Bash:
                 elif begin := re.search(rb";b;([0-9a-f]{16})", line):
                     run = begin[1]
                     self.began.append(run)
+                    await self.awake.wait()
                     marks = secret, run, len(self.began), secret, run
                     await process.out(b"\x1b]8888;%s;b;%s\x07%d\n\x1b]8888;%s;e;%s;0\x07" % marks)
         return 0
@@ -102,6 +107,54 @@ async def test_a_key_runs_once_though_the_guest_is_late(kit: Kit, bash: Bash) ->
         assert await sessions.output(session, run, 1 << 20) == b"1\r\n"
         assert len(bash.began) == 1
         run, known = await sessions.start(box, session, "twice", key="other", room=1 << 20)
+        assert not known
+        assert await session.until(lambda: run.done, PATIENCE_S)
+        assert len(bash.began) == 2
+
+
+async def typed_before_a_kill(kit: Kit, bash: Bash, guest: FakeGuest, box: str) -> None:
+    """An edge types a command with a key, and is gone before its mark."""
+    bash.awake.clear()
+    async with kit.edge(keep=True) as edge:
+        sessions = Sessions(edge)
+        session = await sessions.get(box, "default")
+        _, known = await sessions.start(box, session, "true", key="typed", room=1 << 20)
+        assert not known
+        (shell,) = guest.operations.values()
+        await until(lambda: shell.input_received == session.execution.stdin_offset)
+
+
+async def test_a_key_that_was_typed_just_before_a_kill_runs_once(kit: Kit, bash: Bash) -> None:
+    box, _ = await opened(kit)
+    await typed_before_a_kill(kit, bash, kit.host.guests[box], box)
+    async with kit.edge() as edge:
+        sessions = Sessions(edge)
+        session = await sessions.get(box, "default")
+        with pytest.raises(Conflict):
+            await sessions.start(box, session, "true", key="another", room=1 << 20)
+        run, known = await sessions.start(box, session, "true", key="typed", room=1 << 20)
+        bash.awake.set()
+        assert await session.until(lambda: run.done, PATIENCE_S)
+        assert known
+        assert await sessions.output(session, run, 1 << 20) == b"2\r\n"
+        run, _ = await sessions.start(box, session, "true", key="another", room=1 << 20)
+        assert await session.until(lambda: run.done, PATIENCE_S)
+        assert len(bash.began) == 3
+
+
+async def test_a_key_of_which_a_part_was_typed_before_a_kill_runs(
+    kit: Kit, bash: Bash, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box, _ = await opened(kit)
+    write = RunningCommand.write_stdin
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningCommand, "write_stdin", lambda self, data: write(self, data[:10]))
+        await typed_before_a_kill(kit, bash, kit.host.guests[box], box)
+    bash.awake.set()
+    async with kit.edge() as edge:
+        sessions = Sessions(edge)
+        session = await sessions.get(box, "default")
+        run, known = await sessions.start(box, session, "true", key="typed", room=1 << 20)
         assert not known
         assert await session.until(lambda: run.done, PATIENCE_S)
         assert len(bash.began) == 2

@@ -87,7 +87,7 @@ def test_a_machine_fed_from_the_beginning_knows_all() -> None:
     log = b"echo" + READY
     first.feed(log)
     assert first.ready
-    first.begin(RUN, b"true", 10)
+    first.begin(RUN, 10)
     assert first.current is not None
     run = first.current
     first.feed(b"noise" + BEGIN + b"0123456789more" + END + b"late")
@@ -104,7 +104,7 @@ def test_a_machine_fed_from_the_beginning_knows_all() -> None:
 
 def test_another_commands_marks_end_nothing() -> None:
     machine = Machine(SECRET)
-    machine.begin(RUN, b"true", 100)
+    machine.begin(RUN, 100)
     other = END.replace(RUN.encode(), b"1" * 16)
     machine.feed(other + BEGIN + other)
     assert machine.current is not None
@@ -117,11 +117,26 @@ def test_another_commands_marks_end_nothing() -> None:
 
 def test_an_end_without_a_beginning_ends_what_was_interrupted_before_it_began() -> None:
     machine = Machine(SECRET)
-    machine.begin(RUN, b"true", 100)
+    machine.begin(RUN, 100)
     run = machine.current
     assert run is not None
     machine.feed(b"ab" + END)
     assert (run.done, run.start, run.end, run.code, bytes(run.output)) == (True, 2, 2, 7, b"")
+
+
+def test_what_an_earlier_edge_typed_is_known_whether_its_beginning_came_or_not() -> None:
+    machine = Machine(SECRET)
+    machine.expect(RUN)
+    machine.feed(b"ab" + BEGIN + b"cd" + END)
+    machine.expect(RUN)
+    assert machine.current is None
+    assert machine.runs[RUN].size == 2
+    cut = Machine(SECRET)
+    cut.feed(END)  # it was interrupted before it began
+    assert cut.runs[RUN].done
+    cut.begin("1" * 16, 0)
+    cut.expect(RUN)
+    assert cut.current is cut.runs["1" * 16]
 
 
 def test_what_is_typed_holds_no_mark() -> None:

@@ -33,6 +33,8 @@ class Session:
         self.name = name
         self.execution = execution
         self.machine = Machine(secret)
+        self.typing = asyncio.Lock()
+        """Held while something is typed: who has it knows where in the terminal's input that goes."""
         self.status: ExecStatus | None = None
         """How its shell ended."""
         self.failure: DsecError | None = None
@@ -91,7 +93,8 @@ class Session:
 
     async def type(self, data: bytes) -> None:
         """Send to the terminal. Raises what `Execution.write_stdin` raises."""
-        await self.execution.write_stdin(data)
+        async with self.typing:
+            await self.execution.write_stdin(data)
 
     async def interrupt(self, run: Run) -> None:
         """Type ^C, once the command runs: before, it would take the typed line away and stop nothing."""

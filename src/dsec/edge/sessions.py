@@ -1,9 +1,10 @@
 """Shell sessions: named bashes on terminals, each one keyed command of its sandbox.
 
 Owns the table of sessions that this edge has met. Invariants: a session's truth is its command's log, so that an edge
-that takes over finds it again by its key; at most one command runs in a session at a time; nothing reads the log while
-nobody waits for anything, so that an idle session costs no task and no descriptor; a session that could not be brought
-back to its prompt is ended and says so.
+that takes over finds it again by its key; at most one command runs in a session at a time; what is about to be typed is
+on record, with where in the terminal's input it ends, so that an edge that takes over doesn't type it again; nothing
+reads the log while nobody waits for anything, so that an idle session costs no task and no descriptor; a session that
+could not be brought back to its prompt is ended and says so.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from dsec.edge.client import EdgeClient, Execution
 from dsec.edge.session import INTERRUPT, READY_S, Session, size_of
-from dsec.edge.shell import MAX_COMMAND_BYTES, Output, Parser, Run, name_of, probe, secret_of, setup
+from dsec.edge.shell import MAX_COMMAND_BYTES, Output, Parser, Run, lines, name_of, probe, secret_of, setup
 from dsec.edge.tasks import Tasks
 from dsec.errors import Conflict, DsecError, InvalidRequest, NotFound, Unavailable, Unsupported
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecSpec, ExecStatus, PtySize
 from dsec.spec.sessions import SessionInfo, SessionSpec
-from dsec.spec.trajectory import EntryType
+from dsec.spec.trajectory import EntryType, parse
 
 GRACE_S = 2.0
 """How long ^C may take to work."""
@@ -169,27 +170,27 @@ class Sessions:
         run = hashlib.sha256(key.encode()).hexdigest()[:16] if key is not None else secrets.token_hex(8)
         if session.busy:  # unless it has ended while nobody looked
             await session.catch_up()
-        known = session.machine.runs.get(run)
+        known = _met(session, run)
         if known is not None:
             return known, True
-        if session.ended:
-            raise Conflict(
-                f"the shell of session {session.name!r} has ended",
-                remedy="Open the session again for a fresh shell.",
-                session_ended=True,
-            )
-        if session.busy:
-            raise Conflict(
-                f"a command runs in session {session.name!r}",
-                remedy="Wait for it, interrupt it, or use another session.",
-                session_busy=True,
-            )
         asked = {"session": session.name, "command": data, "key": key}
-        entry = self._edge.note_session(sandbox_id, EntryType.SESSION_RUN, asked)
-        typed = session.machine.begin(run, data, room)
-        begun = session.machine.runs[run]
-        begun.entry = entry
-        await asyncio.shield(self._tasks.spawn(session.type(_FORGET_LINE + typed)))
+        return await asyncio.shield(self._tasks.spawn(self._start(sandbox_id, session, run, asked, room)))
+
+    async def _start(
+        self, sandbox_id: str, session: Session, run: str, asked: dict[str, Any], room: int
+    ) -> tuple[Run, bool]:
+        execution = session.execution
+        pid = await execution.started()
+        async with session.typing:
+            known = _met(session, run)  # whoever had the turn before
+            if known is not None:
+                return known, True
+            typed = _FORGET_LINE + lines(session.machine.secret, run, asked["command"])
+            asked |= {"mark": run, "shell": pid, "typed": execution.stdin_offset + len(typed)}
+            entry = self._edge.note_session(sandbox_id, EntryType.SESSION_RUN, asked)
+            begun = session.machine.begin(run, room)
+            begun.entry = entry
+            await execution.write_stdin(typed)
         return begun, False
 
     async def finish(self, sandbox_id: str, session: Session, run: Run, timeout_s: float | None) -> Stop | None:
@@ -312,8 +313,20 @@ class Sessions:
             return None
         session = Session(name, execution, secret)
         await session.catch_up()
+        await self._expect(sandbox_id, session)
         self._remember(sandbox_id, session)
         return session
+
+    async def _expect(self, sandbox_id: str, session: Session) -> None:
+        """The command that an earlier edge typed last begins, though the log may not say so yet: if all of it was typed,
+        which the record and the guest's count of what it took tell."""
+        pid = await session.execution.started()
+        last: dict[str, Any] = {}
+        for line in self._edge.trajectory(sandbox_id):
+            if b'"session_run"' in line and (entry := parse(line)).type == EntryType.SESSION_RUN:
+                last = entry.data if entry.data.get("shell", 0) == pid else last
+        if last and last["typed"] <= session.execution.stdin_offset:
+            session.machine.expect(last["mark"])
 
     async def _head(self, execution: Execution, size: int) -> bytes:
         """The beginning of a log, up to where its shell is ready, at most `size` bytes and what comes in time."""
@@ -361,6 +374,26 @@ class Sessions:
             return self._edge.get(sandbox_id).ended_at is None
         except NotFound:
             return False
+
+
+def _met(session: Session, run: str) -> Run | None:
+    """The command that is named so; None: it may begin. Raises `Conflict` where it may not."""
+    known = session.machine.runs.get(run)
+    if known is not None:
+        return known
+    if session.ended:
+        raise Conflict(
+            f"the shell of session {session.name!r} has ended",
+            remedy="Open the session again for a fresh shell.",
+            session_ended=True,
+        )
+    if session.busy:
+        raise Conflict(
+            f"a command runs in session {session.name!r}",
+            remedy="Wait for it, interrupt it, or use another session.",
+            session_busy=True,
+        )
+    return None
 
 
 def _missing(name: str) -> NotFound:

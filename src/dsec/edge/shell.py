@@ -243,11 +243,16 @@ class Machine:
         self.size = 0
         """Bytes of the log that were fed."""
 
-    def begin(self, run: str, command: bytes, room: int) -> bytes:
-        """Start a command: what to type. The caller has seen that none runs."""
+    def begin(self, run: str, room: int) -> Run:
+        """A command is typed (`lines`). The caller has seen that none runs."""
         assert self.current is None
         self.current = self._add(Run(run, room))
-        return lines(self.secret, run, command)
+        return self.current
+
+    def expect(self, run: str) -> None:
+        """An earlier edge has typed this command; its mark may not be in the log yet."""
+        if self.current is None and run not in self.runs:
+            self.begin(run, 0)
 
     def feed(self, data: bytes) -> None:
         """The next bytes of the log."""
@@ -275,6 +280,8 @@ class Machine:
 
     def _ended(self, mark: Mark) -> None:
         current = self.current
+        if current is None and mark.run not in self.runs:
+            current = self._add(Run(mark.run, 0))  # an earlier edge's
         if current is None or current.run != mark.run:
             return
         if current.start is None:

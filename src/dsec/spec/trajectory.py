@@ -38,7 +38,8 @@ class EntryType(StrEnum):
     MKDIR = "directory_made"  # path, user, mode, parents
     REMOVE = "file_removed"  # path, user, recursive
     SESSION_OPENED = "session_opened"  # session, cwd, user, env (a digest): its shell is ready
-    SESSION_RUN = "session_run"  # session, command or command_blob, key: before it is typed
+    SESSION_RUN = "session_run"  # session, command or command_blob, key, mark, shell (its pid), typed (where in the
+    # shell's input the command ends): before it is typed
     SESSION_INPUT = "session_input"  # session, bytes: typed into what runs there
     SESSION_RESULT = "session_result"  # run (the entry's seq), exit_code, output, stopped: before the caller sees it
     SESSION_CLOSED = "session_closed"  # session
