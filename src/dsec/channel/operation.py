@@ -20,6 +20,7 @@ from typing import Protocol
 
 from dsec.channel.spool import OpSpool
 from dsec.errors import DsecError, Internal, InvalidRequest, NotFound, OutcomeUnknown
+from dsec.news import News
 from dsec.ports import Tap
 from dsec.spec.operations import Chunk, Kind, OpEnd
 from dsec.wire.frames import MAX_DATA, WINDOW
@@ -91,6 +92,7 @@ class GuestOperation:
         "_error",
         "_key",
         "_link",
+        "_news",
         "_op",
         "_owed",
         "_pid",
@@ -101,7 +103,6 @@ class GuestOperation:
         "_stdin_turn",
         "_streams",
         "_tap",
-        "_waiters",
         "ended_at",
         "kind",
         "orphan",
@@ -144,7 +145,7 @@ class GuestOperation:
         """Somebody reads it, did so, or nobody ever will."""
         self.orphan = orphan
         """From an earlier edge, without a key: dropped at its end, unless somebody reads it."""
-        self._waiters: list[asyncio.Future[None]] = []
+        self._news = News()
         self._stdin_turn: asyncio.Lock | None = None
         self._stdin_sent = 0
         self.ended_at = 0.0
@@ -271,21 +272,11 @@ class GuestOperation:
         """Wait until something happens to the operation. Raises what went wrong with it."""
         if self._error is not None:
             raise again(self._error)
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+        await self._news.wait()
 
     def wake(self) -> None:
         """Something happened."""
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        self._news.tell()
 
     # --- what the channel reports ------------------------------------------------------------------------------------
 
@@ -414,6 +405,10 @@ class GuestOperation:
         self._link.send(self._link.session.resize(self._op, cols, rows))
 
     async def release(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Release it: here and in the guest. Idempotent."""
         self._link.forget(self)
 
     def drop(self) -> None:

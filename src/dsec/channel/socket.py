@@ -2,8 +2,8 @@
 
 Owns: the socket, the table of operations, what is kept of ended ones. The event loop calls `_readable`; it takes a
 bounded number of frames, hands them to the session, and at the end settles (spools, acknowledges) and wakes each
-operation that changed once. No task runs for a frame, an operation or a channel, except one that drops ended
-operations after RETAIN_S.
+operation that changed once. No task runs for a frame, an operation or a channel, except one that drops what has ended
+(`dsec.channel.ended`).
 
 How it ends: `close` (the guest goes on, readers get `Unavailable`), the guest closes it or dies (unfinished
 operations are `OutcomeUnknown`), or the guest breaks the protocol (the same, and `on_broken` says why).
@@ -23,22 +23,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
+from dsec.channel.ended import EndedOperations
 from dsec.channel.operation import GuestOperation, again
 from dsec.channel.poller import poller
 from dsec.channel.spool import Spool
 from dsec.errors import DsecError, Internal, InvalidRequest, OutcomeUnknown, QuotaExceeded, Unavailable
+from dsec.news import News
 from dsec.ports import Clock
 from dsec.spec.operations import ExecFlag, Kind, OpRequest
 from dsec.wire.frames import HEADER_SIZE, MAX_FRAME, MAX_OPS, Frame, ProtocolError, StreamDecoder, decode_all
 from dsec.wire.session import Ended, Known, Output, Pong, Session, Started, Status, Synced
 
 log = logging.getLogger(__name__)
-
-RETAIN_COUNT = 32
-"""Ended operations without a key that are kept for later readers. Those with a key are kept until they are released: a
-result that was dropped would make its command run again."""
-RETAIN_S = 120.0
-"""Ended operations without a key are kept for at most this long."""
 
 _BURST = 8
 """Frames taken before other channels get their turn: at most 512 KiB of output, spooled or not."""
@@ -92,19 +88,18 @@ class SocketChannel:
         self._decoder = StreamDecoder(incarnation if token else None) if stream else None
         self._operations: dict[int, GuestOperation] = {}
         self._by_key: dict[bytes, GuestOperation] = {}
-        self._ended: dict[int, GuestOperation] = {}
+        self._ended = EndedOperations(clock)
         self._changed: dict[int, GuestOperation] = {}
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._releases: list[bytes] = []
         """RELEASE frames that leave with the next frame, or in the event loop's next turn: a client that releases its
         last command with its next one wakes the guest once."""
-        self._room: list[asyncio.Future[None]] = []
+        self._room = News()
         self._pings: dict[int, tuple[float, asyncio.Future[float]]] = {}
         self._live: asyncio.Future[None] = self._loop.create_future()
         self._error: DsecError | None = None
         self._loss: asyncio.Future[str] = self._loop.create_future()
-        self._sweeper: asyncio.Task[None] | None = None
         sock.setblocking(False)
         self._fd = sock.fileno()
         self._poller = poller()
@@ -154,7 +149,7 @@ class SocketChannel:
             return known
         if self._error is not None:
             raise again(self._error)
-        if self.session.live >= MAX_OPS and not self._drop_oldest(unread=True):
+        if self.session.live >= MAX_OPS and not self._ended.drop_oldest(unread=True):
             raise QuotaExceeded(
                 f"{MAX_OPS} commands are live or kept in this sandbox", remedy="Wait for some, or release ended ones."
             )
@@ -220,10 +215,8 @@ class SocketChannel:
     async def close(self) -> None:
         self._send_releases()
         self._finish(Unavailable("the channel was closed", remedy="Attach again by key."))
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            self._sweeper = None
-        for table in (self._operations, self._by_key, self._ended, self._changed):
+        self._ended.close()
+        for table in (self._operations, self._by_key, self._changed):
             table.clear()  # they refer to this: what readers don't hold is freed at once, not by a collection
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -268,7 +261,7 @@ class SocketChannel:
             elif isinstance(event, Started):
                 operation.note_started(event.pid)
             elif isinstance(event, Ended):
-                self._ended[event.op] = operation
+                self._ended.add(operation)
                 operation.note_end(event.end, self._clock.monotonic())
         except Exception:  # a bug of who looks on (`ports.Tap`): readers are woken, and frames behind it taken
             log.exception("operation %d: what looks on failed", event.op)
@@ -297,7 +290,7 @@ class SocketChannel:
             except OSError as error:
                 operation.fail(Internal(f"the output cannot be kept: {error.strerror}"))
                 operation.ended_at = self._clock.monotonic()
-                self._ended[operation.op] = operation
+                self._ended.add(operation)
                 self._release(operation.op)
             operation.wake()
             if operation.end is not None:
@@ -305,7 +298,7 @@ class SocketChannel:
                 if operation.orphan and not operation.busy:
                     self.forget(operation)
         if self._ended:
-            self._retain()
+            self._ended.retain(sweep=self._error is None)
 
     # --- resync ------------------------------------------------------------------------------------------------------
 
@@ -346,43 +339,16 @@ class SocketChannel:
         if not self._live.done():
             self._live.set_result(None)
 
-    # --- ended operations ---------------------------------------------------------------------------------------------
-
     def forget(self, operation: GuestOperation) -> None:
         """Release: here and in the guest. Idempotent."""
         if self._operations.pop(operation.op, None) is None:
             return
-        self._ended.pop(operation.op, None)
+        self._ended.discard(operation.op)
         self._changed.pop(operation.op, None)
         if operation.key is not None:
             self._by_key.pop(operation.key, None)
         self._release(operation.op)
         operation.drop()
-
-    def _drop_oldest(self, *, unread: bool) -> bool:
-        for operation in self._ended.values():
-            if operation.key is None and not operation.busy and (unread or operation.was_read):
-                self.forget(operation)
-                return True
-        return False
-
-    def _retain(self) -> None:
-        while len(self._ended) > RETAIN_COUNT and self._drop_oldest(unread=False):
-            pass
-        if self._sweeper is None and self._error is None and any(each.key is None for each in self._ended.values()):
-            self._sweeper = self._loop.create_task(self._sweep())
-
-    async def _sweep(self) -> None:
-        """Release what ended RETAIN_S ago. Lives while there is something to wait for."""
-        try:
-            while times := [operation.ended_at for operation in self._ended.values() if operation.key is None]:
-                await self._clock.sleep(max(1.0, min(times) + RETAIN_S - self._clock.monotonic()))
-                now = self._clock.monotonic()
-                for operation in [each for each in self._ended.values() if each.key is None]:
-                    if operation.ended_at + RETAIN_S <= now and not operation.busy:
-                        self.forget(operation)
-        finally:
-            self._sweeper = None
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -446,20 +412,12 @@ class SocketChannel:
         if not self._queue:
             self._loop.remove_writer(self._fd)
         if self._queued <= _QUEUE_HIGH // 2:
-            self._wake_senders()
+            self._room.tell()
 
     async def drained(self) -> None:
         """Wait while too much is queued for the guest."""
         while self._queued > _QUEUE_HIGH:
-            waiter = self._loop.create_future()
-            self._room.append(waiter)
-            await waiter
-
-    def _wake_senders(self) -> None:
-        waiters, self._room = self._room, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            await self._room.wait()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -496,5 +454,5 @@ class SocketChannel:
         if not self._live.done():
             self._live.set_exception(again(error))
             self._live.exception()  # `open` may have been cancelled: then nobody else looks
-        self._wake_senders()
+        self._room.tell()
         return True

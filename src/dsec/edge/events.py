@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from dsec.journal.event_store import EventStore, Row
+from dsec.news import News
 from dsec.ports import Clock
 from dsec.spec.events import EventType, SandboxEvent
 
@@ -35,13 +36,13 @@ log = logging.getLogger("dsec.edge")
 class _Log:
     """One sandbox's."""
 
-    __slots__ = ("over", "seq", "trimmed", "unsaved", "waiters")
+    __slots__ = ("news", "over", "seq", "trimmed", "unsaved")
 
     def __init__(self, seq: int = 0) -> None:
         self.seq = seq
         self.trimmed = seq
         self.unsaved: list[SandboxEvent] = []
-        self.waiters: list[asyncio.Future[None]] = []
+        self.news = News()
         self.over = False
 
 
@@ -81,8 +82,7 @@ class Events:
                 self._save([(sandbox_id, found)])
             elif len(found.unsaved) >= 2 * SAVE_AT:
                 del found.unsaved[:-SAVE_AT]
-        if found.waiters:
-            _wake(found)
+        found.news.tell()
         if self.on_event is not None:
             self.on_event(sandbox_id, kind, data)
         if kind in _REFUSALS and self.on_refused is not None:
@@ -93,7 +93,7 @@ class Events:
         self.add(sandbox_id, EventType.ENDED, data)
         found = self._logs[sandbox_id]
         found.over = True
-        _wake(found)
+        found.news.tell()
 
     def resume(self, sandbox_id: str) -> None:
         """A sandbox that an earlier edge has written about."""
@@ -130,13 +130,7 @@ class Events:
             if found.over:
                 return
             after = max(after, found.seq)  # what can't be read any more was dropped
-            waiter = asyncio.get_running_loop().create_future()
-            found.waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in found.waiters:
-                    found.waiters.remove(waiter)
+            await found.news.wait()
 
     # --- saving ---
 
@@ -188,14 +182,7 @@ class Events:
         whole = self._save(list(self._dirty.items()))
         for each in self._logs.values():
             each.over = True
-            _wake(each)
+            each.news.tell()
         self._logs.clear()
         if whole:
             self._store.close()
-
-
-def _wake(found: _Log) -> None:
-    waiters, found.waiters = found.waiters, []
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)

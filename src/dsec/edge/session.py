@@ -15,6 +15,7 @@ from dsec.edge.client import Execution
 from dsec.edge.shell import Machine, Run
 from dsec.edge.tasks import bug, quiet
 from dsec.errors import DsecError, Unavailable
+from dsec.news import News
 from dsec.spec.causes import Cause
 from dsec.spec.operations import Chunk
 from dsec.spec.sandbox import ExecStatus
@@ -39,7 +40,7 @@ class Session:
         """How its shell ended."""
         self.failure: DsecError | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._news = News()
         self._waiting = 0
 
     @property
@@ -75,7 +76,7 @@ class Session:
                 while not (done() or self.ended):
                     if self.failure is not None:
                         raise self.failure
-                    await self._change()
+                    await self._news.wait()
         except TimeoutError:
             return False
         finally:
@@ -111,28 +112,13 @@ class Session:
                         self.status = event
                     elif not event.stderr:
                         self.machine.feed(event.data)
-                    self._wake()
+                    self._news.tell()
         except DsecError as error:
             self.failure = error
-            self._wake()
+            self._news.tell()
         except Exception as error:  # noqa: BLE001 (who waits must hear of it)
             self.failure = bug("reading a session's log failed", error)
-            self._wake()
-
-    async def _change(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            self._news.tell()
 
 
 async def size_of(execution: Execution) -> tuple[int, bool]:

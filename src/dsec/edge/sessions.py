@@ -318,8 +318,8 @@ class Sessions:
         return session
 
     async def _expect(self, sandbox_id: str, session: Session) -> None:
-        """The command that an earlier edge typed last begins, though the log may not say so yet: if all of it was typed,
-        which the record and the guest's count of what it took tell."""
+        """The command that an earlier edge typed last begins, though the log may not say so yet: where all of it was
+        typed, which the record and the guest's count of what it took tell."""
         pid = await session.execution.started()
         last: dict[str, Any] = {}
         for line in self._edge.trajectory(sandbox_id):

@@ -25,6 +25,7 @@ from dsec.edge.requests import HALF_KEY, hash_of
 from dsec.errors import Conflict, DsecError
 from dsec.journal.records import Record
 from dsec.journal.trajectory import TrajectoryStore
+from dsec.news import News
 from dsec.ports import Clock
 from dsec.spec.events import EventType
 from dsec.spec.network import Network
@@ -75,7 +76,7 @@ class Recorded(Struct, frozen=True):
 class _Log:
     """One sandbox's, as far as this edge has met it."""
 
-    __slots__ = ("agents", "blob_bytes", "deed", "keys", "saved", "waiters")
+    __slots__ = ("agents", "blob_bytes", "deed", "keys", "news", "saved")
 
     def __init__(self) -> None:
         self.keys: dict[bytes, int] | None = None
@@ -86,7 +87,7 @@ class _Log:
         """The number of the last entry that may have changed its files."""
         self.saved = 0
         """Up to which entry the last snapshot of everything holds what came of them."""
-        self.waiters: list[asyncio.Future[None]] = []
+        self.news = News()
 
 
 class Trajectories:
@@ -137,7 +138,7 @@ class Trajectories:
         found = self._logs.pop(record.id, None)
         if found is not None:
             self._keys -= len(found.keys or ())
-            _wake(found)
+            found.news.tell()
         self.store.forget(record.id)
 
     def event(self, sandbox_id: str, kind: EventType, data: dict[str, Any]) -> None:
@@ -365,13 +366,7 @@ class Trajectories:
             if chain.size > offset:
                 continue
             found = self._log(sandbox_id)
-            waiter = asyncio.get_running_loop().create_future()
-            found.waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in found.waiters:
-                    found.waiters.remove(waiter)
+            await found.news.wait()
 
     async def prune(self, before: float, keep: Any) -> None:
         """Forget the logs that were last written before a time, unless `keep` wants them."""
@@ -384,7 +379,7 @@ class Trajectories:
         """Write what there is. Idempotent."""
         self._closed = True
         for found in self._logs.values():
-            _wake(found)
+            found.news.tell()
         await self.store.close()
 
     # --- inside ---
@@ -400,8 +395,8 @@ class Trajectories:
         if kind in DEEDS:
             found = found or self._log(sandbox_id)
             found.deed = seq
-        if found is not None and found.waiters:
-            _wake(found)
+        if found is not None:
+            found.news.tell()
         return seq
 
     def _log(self, sandbox_id: str) -> _Log:
@@ -490,10 +485,3 @@ def _with_request(data: dict[str, Any]) -> dict[str, Any]:
     if request_id:
         data["request_id"] = request_id
     return data
-
-
-def _wake(found: _Log) -> None:
-    waiters, found.waiters = found.waiters, []
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
