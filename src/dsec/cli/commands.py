@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult
+from dsec.cli import signals
 from dsec.cli.complete import ENVIRONMENT, SANDBOX
 from dsec.cli.network import grants, network_option
 from dsec.cli.output import EXIT_PIPE, EXIT_PLATFORM, no_option, note, size
@@ -58,7 +59,7 @@ def execute(sandbox_id: str, argv: tuple[str, ...], tty: bool, **options: Any) -
             sandbox = await client.connect(sandbox_id)
             return await _run_in(sandbox, argv, tty=tty, ends=False, **options)
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True})
@@ -123,7 +124,7 @@ def run(  # noqa: PLR0917 (click passes by name)
                 note(f"sandbox {sandbox.id}")
             return await _run_in(sandbox, argv, tty=tty, ends=not keep, **options)
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 async def _run_in(sandbox: AsyncSandbox, argv: tuple[str, ...], *, tty: bool, ends: bool, **options: Any) -> int:

@@ -20,6 +20,7 @@ import click
 from msgspec import Struct
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, Cause, CommandResult, FileInfo
+from dsec.cli import signals
 from dsec.cli.copy_files import file_in, file_out, tree_in_by_file, tree_out_by_file
 from dsec.cli.output import EXIT_PARTIAL, EXIT_PLATFORM, json_option, note, write_json
 from dsec.cli.progress import Progress
@@ -106,7 +107,7 @@ def copy(sources: tuple[str, ...], destination: str, resume: bool, user: str | N
                 await _all_out(sandbox, places, target, options, progress)
 
     try:
-        asyncio.run(work())
+        signals.run(work())
     except BadArchive as error:
         progress.end()
         note(f"the sandbox sent something else than files: {error}")

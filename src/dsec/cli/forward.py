@@ -8,6 +8,7 @@ import contextlib
 import click
 
 from dsec import AsyncClient, AsyncSandbox
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import note
 from dsec.errors import DsecError, InvalidRequest, SandboxEnded, SandboxLost, SandboxNotFound
@@ -41,7 +42,7 @@ def port_forward(sandbox_id: str, ports: tuple[str, ...], address: str) -> int:
                 await gone
         return 0
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
 
 from dsec import AsyncClient, Grader, Verdict
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json
 from dsec.cli.sandboxes import pairs
@@ -70,7 +70,7 @@ def verify(  # noqa: PLR0917 (click passes by name)
             sandbox = await client.connect(sandbox_id)
             return await sandbox.verify(grader, paths=paths, repeats=repeats)
 
-    verdict = asyncio.run(work())
+    verdict = signals.run(work())
     if wants_json(as_json):
         write_json(verdict)
     else:

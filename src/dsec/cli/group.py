@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tomllib
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +9,7 @@ from typing import BinaryIO
 import click
 
 from dsec import AsyncClient, AsyncGroup, SandboxInfo
+from dsec.cli import signals
 from dsec.cli.output import json_option, wants_json, write_json, write_table
 from dsec.errors import InvalidRequest, ServiceFailed
 from dsec.spec.groups import services_of
@@ -37,7 +37,7 @@ def up(file: BinaryIO, name: str | None, as_json: bool) -> None:
             return {each: made.sandbox(each).info for each in services}
 
     try:
-        found = asyncio.run(work())
+        found = signals.run(work())
     except ServiceFailed as error:
         click.echo(error.details.get("log", ""), err=True, nl=False)
         raise
@@ -56,7 +56,7 @@ def down(name: str) -> None:
         async with AsyncClient() as client:
             await (await AsyncGroup.find(name, client=client)).kill()
 
-    asyncio.run(work())
+    signals.run(work())
     click.echo(name)
 
 
@@ -73,7 +73,7 @@ def list_groups(as_json: bool) -> None:
                 rows += [(name, each, info.id, checks.get(each, False)) for each, info in sorted(infos.items())]
             return rows
 
-    rows = asyncio.run(work())
+    rows = signals.run(work())
     if wants_json(as_json):
         write_json([dict(zip(("group", "service", "id", "ready"), row, strict=True)) for row in rows])
     else:

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, ProcessInfo, SandboxEvent
+from dsec.cli import signals
 from dsec.cli.commands import explain, feed_stdin
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import (
@@ -44,7 +45,7 @@ def inspect(ids: tuple[str, ...], as_json: bool) -> None:
         async with AsyncClient() as client:
             return [await _about(await client.connect(each)) for each in ids]
 
-    found = asyncio.run(work())
+    found = signals.run(work())
     if wants_json(as_json):
         write_json(found)
         return
@@ -98,7 +99,7 @@ def events(sandbox_id: str, follow: bool, after: int, as_json: bool) -> None:
                 text = msgspec.json.encode(event).decode() if plain else _line(event)
                 click.echo(text)
 
-    asyncio.run(work())
+    signals.run(work())
 
 
 def _clock(seconds: float) -> str:
@@ -132,7 +133,7 @@ def logs(sandbox_id: str, key: str, follow: bool, as_json: bool) -> int:
             await _commands(sandbox, as_json)
             return 0
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 async def _commands(sandbox: AsyncSandbox, as_json: bool) -> None:
@@ -216,7 +217,7 @@ def attach(sandbox_id: str, key: str, stdin: bool | None) -> int:
                 note("left running")
                 return EXIT_INTERRUPTED
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 async def _on_terminal(sandbox: AsyncSandbox, key: str) -> int:

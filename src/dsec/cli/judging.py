@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
 
 from dsec import AsyncClient, CaseVerdict, Judged, Problem
+from dsec.cli import signals
 from dsec.cli.output import EXIT_PLATFORM, json_option, wants_json, write_json, write_table
 from dsec.errors import InvalidRequest
 from dsec.spec.judging import Language, Word
@@ -29,7 +29,7 @@ def judge(  # noqa: PLR0917 (click passes by name)
     """
     found = Problem.read(problem)
     if submission is None:
-        return asyncio.run(_all(found, environment, as_json))
+        return signals.run(_all(found, environment, as_json))
     spec = found.spec(submission, language, environment=environment, stop_early=stop_early)
     shown = not wants_json(as_json)
 
@@ -37,7 +37,7 @@ def judge(  # noqa: PLR0917 (click passes by name)
         async with AsyncClient() as client:
             return await client.judge(spec, on_case=_show if shown else None)
 
-    judged = asyncio.run(work())
+    judged = signals.run(work())
     if shown:
         click.echo(f"{judged.verdict}: {judged.passed} of {judged.total}")
     else:

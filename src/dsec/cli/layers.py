@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import tarfile
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from dsec import AsyncClient
+from dsec.cli import signals
 from dsec.cli.complete import ENVIRONMENT
 from dsec.cli.network import grants, network_option
 from dsec.cli.output import json_option, note, printable, readable, wants_json, write_json, write_table
@@ -34,7 +34,7 @@ def _run(work: Callable[[AsyncClient], Awaitable[T]]) -> T:
         async with AsyncClient() as client:
             return await work(client)
 
-    return asyncio.run(connected())
+    return signals.run(connected())
 
 
 @click.group("layer")

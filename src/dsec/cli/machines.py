@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from dsec import AsyncClient, AsyncSandbox
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import json_option, readable, size, wants_json, write_json, write_table
 
@@ -29,7 +30,7 @@ def _with(sandbox_id: str, work: Callable[[AsyncSandbox], Awaitable[T]]) -> T:
         async with AsyncClient() as client:
             return await work(await client.connect(sandbox_id))
 
-    return asyncio.run(run())
+    return signals.run(run())
 
 
 @vm_group.command("start")
@@ -50,7 +51,7 @@ def start(  # noqa: PLR0917 (click passes by name)
         async with AsyncClient() as client:
             return await client.create(disk, backend="vm", **given)
 
-    made = asyncio.run(work())
+    made = signals.run(work())
     if wants_json(as_json):
         write_json(made.info)
     else:

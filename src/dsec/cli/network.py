@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import click
 import msgspec
 
 from dsec import AsyncClient, NetworkInfo
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import json_option, wants_json, write_json, write_table
 from dsec.errors import InvalidRequest
@@ -58,7 +58,7 @@ def network(  # noqa: PLR0917 (click passes by name)
                 return await sandbox.network.update({**grants(allow), **dict.fromkeys(deny, False)})
             return await sandbox.network.get()
 
-    info = asyncio.run(work())
+    info = signals.run(work())
     if wants_json(as_json):
         write_json(msgspec.to_builtins(info))
         return

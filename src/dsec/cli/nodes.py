@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import click
 import msgspec
 
 from dsec import AsyncClient
+from dsec.cli import signals
 from dsec.cli.output import json_option, wants_json, write_json, write_table
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def list_nodes(as_json: bool) -> None:
         async with AsyncClient() as client:
             return await client.nodes.list()
 
-    found = asyncio.run(run())
+    found = signals.run(run())
     if wants_json(as_json):
         write_json(found)
         return
@@ -65,7 +65,7 @@ def _say(number: int, verb: str) -> None:
         async with AsyncClient() as client:
             await getattr(client.nodes, verb)(number)
 
-    asyncio.run(run())
+    signals.run(run())
 
 
 @node.command("drain")
@@ -92,7 +92,7 @@ def drain(number: int, deadline_s: float | None, as_json: bool) -> int:
                     click.echo(f"{each['id']} is on node {each['edge']}")
         return int(stays > 0)
 
-    return asyncio.run(run())
+    return signals.run(run())
 
 
 COMMANDS = [node]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from dsec import AsyncClient
+from dsec.cli import signals
 from dsec.cli.output import age, json_option, wants_json, write_json, write_table
 from dsec.errors import InvalidRequest
 from dsec.sdk._rights import AsyncRights
@@ -132,7 +132,7 @@ def _ask(work: Callable[[AsyncRights], Awaitable[T]]) -> T:
         async with AsyncClient() as client:
             return await work(client.rights)
 
-    return asyncio.run(run())
+    return signals.run(run())
 
 
 def _quota(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
 import click
 
 from dsec import AsyncClient, KeyPolicy, SandboxInfo
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.network import grants
 from dsec.cli.output import age, complain, json_option, readable, wants_json, write_json, write_table
@@ -31,7 +31,7 @@ def list_sandboxes(
         async with AsyncClient() as client:
             return await client.list(states=states, run=run, labels=pairs(labels), limit=limit)
 
-    infos = asyncio.run(work())
+    infos = signals.run(work())
     if wants_json(as_json):
         write_json(infos)
         return
@@ -72,7 +72,7 @@ def kill(context: click.Context, ids: tuple[str, ...], run: str | None, everythi
             named = list(ids) or [info.id for info in await client.list(run=run)]
             return named, await client.kill_many(named)
 
-    named, errors = asyncio.run(work())
+    named, errors = signals.run(work())
     if wants_json(as_json):
         write_json([{"id": each, "error": errors[each].body() if each in errors else None} for each in named])
     else:
@@ -98,7 +98,7 @@ def list_environments(as_json: bool) -> None:
         async with AsyncClient() as client:
             return await client.environments()
 
-    found = asyncio.run(work())
+    found = signals.run(work())
     if wants_json(as_json):
         write_json([{"name": name, "layers": layers} for name, layers in found.items()])
     else:
@@ -148,7 +148,7 @@ def create_key(  # noqa: PLR0917 (click passes by name)
             )
             return str(made["key"])
 
-    made = asyncio.run(work())
+    made = signals.run(work())
     if as_json:
         write_json({"key": made, "label": label})
     else:
@@ -164,7 +164,7 @@ def revoke_key(key_id: str) -> None:
         async with AsyncClient() as client:
             await client.revoke_key(key_id)
 
-    asyncio.run(work())
+    signals.run(work())
 
 
 @key.command("rotate")
@@ -178,7 +178,7 @@ def rotate_key(key_id: str, overlap_s: float, as_json: bool) -> None:
         async with AsyncClient() as client:
             return await client.rights.rotate_key(key_id, overlap_s=overlap_s)
 
-    made = asyncio.run(work())
+    made = signals.run(work())
     write_json(made) if as_json else click.echo(made["key"])
 
 
@@ -191,7 +191,7 @@ def list_keys(as_json: bool) -> None:
         async with AsyncClient() as client:
             return await client.list_keys()
 
-    keys = asyncio.run(work())
+    keys = signals.run(work())
     if wants_json(as_json):
         write_json(keys)
         return

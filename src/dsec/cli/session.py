@@ -37,7 +37,7 @@ class _Name(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
                 return await sandbox.sessions.list(request_timeout_s=1.0)
 
         try:
-            found = asyncio.run(ask())
+            found = signals.run(ask())
         except (DsecError, OSError, KeyError):
             return []
         return [CompletionItem(info.name, help=_state(info)) for info in found if info.name.startswith(incomplete)]
@@ -78,7 +78,7 @@ def create(  # noqa: PLR0917 (click passes by name)
             sessions = (await client.connect(sandbox_id)).sessions
             return await (await sessions.open(name, cwd=cwd, env=pairs(variables), user=user)).info()
 
-    info = asyncio.run(work())
+    info = signals.run(work())
     if wants_json(as_json):
         write_json(info)
     else:
@@ -95,7 +95,7 @@ def list_sessions(sandbox_id: str, as_json: bool) -> None:
         async with AsyncClient() as client:
             return await (await client.connect(sandbox_id)).sessions.list()
 
-    found = asyncio.run(work())
+    found = signals.run(work())
     if wants_json(as_json):
         write_json(found)
         return
@@ -128,7 +128,7 @@ def run(sandbox_id: str, name: str, words: tuple[str, ...], command_timeout_s: f
                 await _write_output(found, result)
             return _explained(result)
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 @session.command("log")
@@ -153,7 +153,7 @@ def log(sandbox_id: str, name: str, offset: int, follow: bool) -> int:
                 await asyncio.sleep(_POLL_S)
 
     try:
-        return asyncio.run(work())
+        return signals.run(work())
     except BrokenPipeError:
         return EXIT_PIPE
 
@@ -170,7 +170,7 @@ def interrupt(sandbox_id: str, name: str, grace_s: float, as_json: bool) -> None
         async with _found(sandbox_id, name) as found:
             return await found.interrupt(grace_s=grace_s)
 
-    info = asyncio.run(work())
+    info = signals.run(work())
     if wants_json(as_json):
         write_json(info)
     else:
@@ -188,7 +188,7 @@ def close(sandbox_id: str, name: str) -> None:
             sessions = (await client.connect(sandbox_id)).sessions
             await (await sessions.get(name)).close()
 
-    asyncio.run(work())
+    signals.run(work())
 
 
 @session.command("attach")
@@ -208,7 +208,7 @@ def attach(sandbox_id: str, name: str, offset: int | None) -> int:
             return await _Attached(found, start).hold()
 
     try:
-        return asyncio.run(work())
+        return signals.run(work())
     except BrokenPipeError:
         return EXIT_PIPE
 

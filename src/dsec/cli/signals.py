@@ -6,11 +6,32 @@ own asks `ending`.
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from dsec.cli.output import EXIT_INTERRUPTED
 
+T = TypeVar("T")
+
 _came: list[int] = []
+_verbs: list[asyncio.Task[Any]] = []
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` for a verb: it can be ended, with time to tidy up, also where Ctrl-C is ignored."""
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        _verbs.append(task)
+        try:
+            return await work
+        finally:
+            _verbs.remove(task)
+
+    return asyncio.run(main())
 
 
 def as_interrupts() -> None:
@@ -18,9 +39,12 @@ def as_interrupts() -> None:
 
     def end(number: int, _: object) -> None:
         _came.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's job in the background
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.raise_signal(signal.SIGINT)
+        elif _verbs:  # a script's job in the background
+            _verbs[-1].get_loop().call_soon_threadsafe(_verbs[-1].cancel)
+        else:
+            raise KeyboardInterrupt
 
     for name in ("SIGTERM", "SIGHUP"):  # the latter isn't on every platform
         number = getattr(signal, name, None)

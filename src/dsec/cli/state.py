@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import click
 
 from dsec import AsyncClient, SandboxInfo
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import complain, json_option, wants_json, write_json
 from dsec.cli.sandboxes import pairs
@@ -25,7 +24,7 @@ def _move(verb: str, ids: tuple[str, ...], run: str | None, labels: tuple[str, .
                 return await move(ids)
             return await move(run=run, labels=pairs(labels))
 
-    moved = asyncio.run(work())
+    moved = signals.run(work())
     if wants_json(as_json):
         write_json([{"id": each, "error": error.body() if error else None} for each, error in moved.items()])
     else:
@@ -69,7 +68,7 @@ def fork(sandbox_id: str, count: int, as_json: bool) -> None:
         async with AsyncClient() as client:
             return [child.info for child in await (await client.connect(sandbox_id)).fork(count)]
 
-    children = asyncio.run(work())
+    children = signals.run(work())
     if wants_json(as_json):
         write_json(children)
         return
@@ -94,7 +93,7 @@ def snapshot(  # noqa: PLR0917 (click passes by name)
             box = await client.connect(sandbox_id)
             return await box.pack_diff(name, scrub=not no_scrub, remove=remove, keep=keep)
 
-    made = asyncio.run(work())
+    made = signals.run(work())
     if wants_json(as_json):
         write_json(made)
     else:

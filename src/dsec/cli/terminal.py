@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from dsec import AsyncClient, AsyncCommand, AsyncSandbox, PtySize
+from dsec.cli import signals
 from dsec.cli.complete import ENVIRONMENT_OR_SANDBOX, is_id
 from dsec.cli.output import EXIT_PLATFORM, no_option, note
 from dsec.cli.sandboxes import pairs
@@ -61,7 +62,7 @@ def shell(target: str, argv: tuple[str, ...], variables: tuple[str, ...], cwd: s
             sandbox = await (client.create(target) if made else client.connect(target))
             return await at_terminal(sandbox, argv, ends=made, env=pairs(variables), cwd=cwd, user=user)
 
-    return asyncio.run(work())
+    return signals.run(work())
 
 
 async def at_terminal(

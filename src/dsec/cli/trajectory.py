@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 import msgspec
 
 from dsec import AsyncClient
+from dsec.cli import signals
 from dsec.cli.complete import SANDBOX
 from dsec.cli.output import json_option, note, wants_json, write_json, write_table
 from dsec.errors import Conflict
@@ -44,7 +44,7 @@ def listing(run: str | None, labels: tuple[str, ...], as_json: bool) -> None:
         async with AsyncClient() as client:
             return await client.list(states=list(State), run=run, labels=wanted)
 
-    found = asyncio.run(work())
+    found = signals.run(work())
     if wants_json(as_json):
         write_json(found)
         return
@@ -66,7 +66,7 @@ def export(sandbox_id: str, follow: bool) -> None:
                 if follow:
                     sys.stdout.buffer.flush()
 
-    asyncio.run(work())
+    signals.run(work())
 
 
 @trajectory.command("verify")
@@ -79,7 +79,7 @@ def check(what: str, as_json: bool) -> None:
     elif Path(what).is_file():
         lines = Path(what).read_bytes().splitlines()
     else:
-        lines = [_encode(entry) for entry in asyncio.run(_entries(what))]
+        lines = [_encode(entry) for entry in signals.run(_entries(what))]
     try:
         entries = verify(lines)
     except Broken as error:
@@ -110,7 +110,7 @@ def replay(sandbox_id: str, full: bool, after: int, as_json: bool) -> None:
     if Path(sandbox_id).is_file():
         entries = verify(Path(sandbox_id).read_bytes().splitlines())
     else:
-        entries = asyncio.run(_entries(sandbox_id))
+        entries = signals.run(_entries(sandbox_id))
     entries = [entry for entry in entries if entry.seq > after]
     if as_json:
         for entry in entries:
@@ -140,7 +140,7 @@ def rebuild(  # noqa: PLR0917 (click passes by name)
         async with AsyncClient() as client:
             return await client.rebuild(sandbox_id, upto=upto, stop=stop, from_start=from_start)
 
-    found = asyncio.run(work())
+    found = signals.run(work())
     if wants_json(as_json):
         write_json(found)
     else:
