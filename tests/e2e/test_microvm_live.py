@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from dsec import AsyncClient, AsyncSandbox
-from dsec.errors import InvalidRequest, Unsupported
+from dsec.errors import InvalidRequest, SandboxEnded, Unsupported
 from dsec.kernel.cgroups import CgroupRoot
 from dsec.kernel.private_pages import Copy
 from dsec.spec.causes import Cause
@@ -135,7 +135,9 @@ async def test_a_server_that_dies_and_one_that_comes(server: Server, client: Asy
 
 async def test_ends_have_causes(server: Server, client: AsyncClient) -> None:
     panicked = await client.create(SMALL)
-    await panicked.commands.start(["sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger"])
+    with pytest.raises(SandboxEnded, match="panicked") as caught:
+        await panicked.commands.run(["sh", "-c", "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger"])
+    assert not caught.value.infra
     info = await gone(panicked)
     assert info.cause is Cause.GUEST_EXITED
     killed = await client.create(SMALL)
@@ -184,7 +186,7 @@ def group_of(pid: int) -> Path:
 
 
 async def test_what_is_not_there_yet_is_refused(client: AsyncClient) -> None:
-    for field, value in (("gpus", 1), ("require_kvm", True)):
+    for field, value in (("gpus", 1), ("require_kvm", True), ("memory_bytes", 1 << 40)):
         with pytest.raises(Unsupported):
             await client.create("debian", backend="microvm", **{field: value})
     with pytest.raises(InvalidRequest):

@@ -360,6 +360,7 @@ async def test_what_a_machine_can_not_be(client: AsyncClient, small: SandboxSpec
         ({"environment": "no-such-disk"}, "environment_not_found"),
         ({"disk_bytes": 16 << 20}, "invalid_request"),
         ({"memory_bytes": 64 << 20}, "invalid_request"),
+        ({"memory_bytes": 1 << 40}, "unsupported"),
         ({"require_kvm": True}, "unsupported"),
         ({"layers": ["debian"]}, "unsupported"),
     ):

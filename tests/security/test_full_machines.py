@@ -127,8 +127,9 @@ def test_images_that_name_other_files_are_refused(tmp_path: Path) -> None:
         ):
             imaging.convert(source.fileno(), target.fileno(), 1 << 20)
         assert b"the host's" not in (tmp_path / f"{name}.raw").read_bytes()
+    (tmp_path / "raw").write_bytes(bytes(510) + b"\x55\xaa" + bytes((1 << 20) - 512))
     plain = tmp_path / "plain.qcow2"
-    qemu_img("create", "-f", "qcow2", plain, "1M")
+    qemu_img("convert", "-O", "qcow2", tmp_path / "raw", plain)
     for length in (4, 80, 120):
         (tmp_path / "cut.qcow2").write_bytes(plain.read_bytes()[:length])
         with pytest.raises(InvalidRequest):

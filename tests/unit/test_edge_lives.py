@@ -197,10 +197,8 @@ async def test_deleted_while_it_starts(kit: Kit) -> None:
         assert info.state is State.STARTING
         with pytest.raises(Unavailable):
             await edge.exec(info.id, ExecSpec(argv=["true"]))
-        deleting = asyncio.ensure_future(edge.delete(info.id))
-        await asyncio.sleep(0)
-        kit.host.go_on.set()
-        assert (await deleting).cause is Cause.DELETED
+        async with asyncio.timeout(10):  # it is given up: a machine that boots may take minutes, or never come up
+            assert (await edge.delete(info.id)).cause is Cause.DELETED
         with pytest.raises(SandboxEnded):
             await caller
         assert not kit.left()

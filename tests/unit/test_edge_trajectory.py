@@ -222,6 +222,21 @@ async def test_where_the_node_lost_it_nobody_knows(kit: Kit) -> None:
         assert chain(edge, box)[-1].data["infra"] is True
 
 
+async def test_what_ends_by_its_own_doing_is_not_the_platforms_fault(kit: Kit) -> None:
+    """Else who is about to lose makes its kernel panic, and its reward is masked."""
+    async with kit.edge() as edge:
+        box = (await edge.create(spec(), project="p")).sandbox.id
+        going = ExecSpec(argv=["sleep", "50"], key="going")
+        await (await edge.exec(box, going)).started()
+        kit.host.kill_guest(box)
+        await until(lambda: edge.get(box).state is State.ENDED)
+        for call in (edge.exec(box, going), edge.attach(box, "going")):
+            with pytest.raises(SandboxEnded) as caught:
+                await call
+            assert not caught.value.infra
+            assert caught.value.details["cause"] == "guest_exited"
+
+
 async def test_big_output_is_the_same_after_its_release(edge: Edge, box: str) -> None:
     request = ExecSpec(argv=["seq", "1", "100000"], key="k")
     first = await finish(await edge.exec(box, request))

@@ -136,7 +136,7 @@ def test_a_qcow2_without_an_end_is_refused() -> None:
 
 def test_disks_are_found_by_name_and_digest(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
-    (tmp_path / "one").write_bytes(b"\xeb" + bytes((1 << 20) - 1))
+    (tmp_path / "one").write_bytes(bytes(510) + b"\x55\xaa" + bytes((1 << 20) - 512))
     made = store.import_file(tmp_path / "one", "first", Traits(firmware="bios"))
     again = store.import_file(tmp_path / "one", "second", Traits(firmware="bios"))
     assert made.digest == again.digest
@@ -159,6 +159,24 @@ def test_disks_are_found_by_name_and_digest(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(InvalidRequest, match="0 bytes"):
         store.import_file(tmp_path / "empty", "none", Traits())
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"hello\n", "no machine would boot"),
+        (bytes(1 << 20), "no machine would boot"),
+        (b"KDMV" + bytes(1 << 16), "a VMDK image"),
+        (b"\xfd7zXZ\0" + bytes(1 << 16), "compressed"),
+        (b"\x1f\x8b" + bytes(508) + b"\x55\xaa", "compressed"),
+    ],
+)
+def test_what_no_machine_would_boot_from_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
+    store = ImageStore(tmp_path)
+    (tmp_path / "one").write_bytes(content)
+    with pytest.raises(InvalidRequest, match=why):
+        store.import_file(tmp_path / "one", "one", Traits())
+    assert store.list() == []
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class Lives:
         await self.notes.begin(record, again=sandbox.again)
         await self._journal.put(record)
         record_s = self._clock.monotonic() - began
-        async with asyncio.timeout(create_timeout_s(backend, record.spec, self._config.create_timeout_s)):
+        async with sandbox.made_within(create_timeout_s(backend, record.spec, self._config.create_timeout_s)):
             instance = await backend.create(record.id, record.spec, record.handle)
             if record.network:
                 await self.networks.begin(sandbox, instance)
@@ -198,10 +198,11 @@ class Lives:
             ready.set_result(Created(sandbox.info(token)))
 
     def _failed(self, sandbox: Sandbox, failure: DsecError) -> None:
-        self.failed_total += 1
         sandbox.ending_at = self._clock.monotonic()
-        self.notes.tally.refused[failure.code] += 1
         record = sandbox.record
+        if record.cause is None:  # else it was ended meanwhile
+            self.failed_total += 1
+            self.notes.tally.refused[failure.code] += 1
         cause, message = record.cause or Cause.CREATE_FAILED, record.message or failure.message
         sandbox.record = replace(record, state=next_state(record.state, Event.FAILED), cause=cause, message=message)
         self._settle_ready(sandbox, failure)
@@ -233,7 +234,8 @@ class Lives:
             self._tasks.spawn(self._end_queued(sandbox))
         elif before in (State.RUNNING, State.PAUSED):
             self._queue_end(sandbox)
-        # STARTING: the task that makes it goes on to take it down
+        else:  # the task that makes it goes on to take it down
+            sandbox.give_up()
 
     async def _end_queued(self, sandbox: Sandbox) -> None:
         """Nothing was made; the record only says why, for who asks again."""

@@ -4,7 +4,8 @@ thousands, idle."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from dsec.edge.client import Created
@@ -23,6 +24,7 @@ class Sandbox:
     """A sandbox that hasn't ended. `dsec.edge.lives` alone changes its record."""
 
     __slots__ = (
+        "_making",
         "active_at",
         "again",
         "backend",
@@ -57,6 +59,7 @@ class Sandbox:
         self.instance: Instance | None = None
         self.ready: asyncio.Future[Created] | None = None
         """Resolves when it runs; None once that is decided."""
+        self._making: asyncio.Timeout | None = None
         self.ended: asyncio.Future[SandboxInfo] | None = None
         """Resolves when nothing of it is left; made by who waits first."""
         self.ending: asyncio.Event | None = None
@@ -102,6 +105,26 @@ class Sandbox:
 
     def info(self, token: str | None = None) -> SandboxInfo:
         return info_of(self.record, token)
+
+    @asynccontextmanager
+    async def made_within(self, timeout_s: float) -> AsyncIterator[None]:
+        """In here it is made. Raises TimeoutError; `ended_error` where it is given up."""
+        if self.state is not State.STARTING:
+            raise ended_error(self.record)
+        try:
+            async with asyncio.timeout(timeout_s) as self._making:
+                yield
+        except TimeoutError:
+            if self.state is not State.STARTING:
+                raise ended_error(self.record) from None
+            raise
+        finally:
+            self._making = None
+
+    def give_up(self) -> None:
+        """Go on with its making no more: it has an end already, and a machine's first boot may take minutes."""
+        if self._making is not None and not self._making.expired():
+            self._making.reschedule(0.0)
 
     def let_go(self) -> None:
         """It has ended: what refers back to it would keep it, and all that it had, until a collection of garbage."""

@@ -31,6 +31,9 @@ from dsec.vmm.node import MachineNode
 
 log = logging.getLogger(__name__)
 
+MOST_MEMORY = 512 << 30
+"""An imitated CPU has 40 bits of address, and devices need some of that."""
+
 NodeT = TypeVar("NodeT", bound=MachineNode)
 InstanceT = TypeVar("InstanceT", bound=MachineInstance)
 
@@ -180,6 +183,8 @@ class MachineBackend(ABC, Generic[NodeT, InstanceT]):
             )
         if spec.memory_bytes < least_bytes:
             raise InvalidRequest(f"{kind} needs {least_bytes >> 20} MiB of memory", field="memory_bytes")
+        if spec.memory_bytes > MOST_MEMORY:
+            raise Unsupported(f"{kind} has at most {MOST_MEMORY >> 30} GiB of memory", field="memory_bytes")
         if spec.cpus > most_vcpus:
             raise Unsupported(f"{kind} has at most {most_vcpus} CPUs", field="cpus")
 

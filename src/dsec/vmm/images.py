@@ -31,6 +31,20 @@ Progress = Callable[[str], None]
 
 MOST_BYTES = 1 << 42
 _PIECE = 1 << 16
+_HEAD_BYTES = 1 << 16
+_FOREIGN = {
+    b"KDMV": "a VMDK image",
+    b"# Disk DescriptorFile": "a VMDK image",
+    b"<<< ": "a VDI image",
+    b"vhdxfile": "a VHDX image",
+    b"conectix": "a VHD image",
+    b"\x1f\x8b": "compressed",
+    b"\xfd7zXZ": "compressed",
+    b"\x28\xb5\x2f\xfd": "compressed",
+    b"BZh": "compressed",
+    b"PK\3\4": "compressed",
+}
+"""Of what isn't known, as a file of it begins."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
@@ -123,8 +137,8 @@ class ImageStore:
     def import_file(self, source: Path, name: str, traits: Traits, progress: Progress | None = None) -> Image:
         """Take a raw or qcow2 file, told apart by its first bytes. Blocks while it is copied.
 
-        Raises `InvalidRequest` for what is no whole disk (an image that names other files above all) or a bad name,
-        `Unsupported` without qemu-img, OSError.
+        Raises `InvalidRequest` for what is no whole disk (an image that names other files above all), nothing to boot
+        from, or a bad name, `Unsupported` without qemu-img, OSError.
         """
         say = progress or (lambda _: None)
         _check_name(name)
@@ -146,6 +160,7 @@ class ImageStore:
                 copy.unlink()
             else:
                 disk = copy
+            _check_boots(disk)
             return self._place(disk, name, traits, source.name, say)
 
     def build(self, name: str, packages: Sequence[str] = (), progress: Progress | None = None) -> Image:
@@ -182,6 +197,25 @@ class ImageStore:
         temporary.write_text(digest)
         temporary.rename(names / name)
         return msgspec.structs.replace(self.find(digest), names=[name])
+
+
+def _check_boots(disk: Path) -> None:
+    """Raises `InvalidRequest` for what no firmware begins with: boot sector, partitions and a CD each have a mark."""
+    with disk.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head:
+        raise InvalidRequest("a disk of 0 bytes")
+    for magic, kind in _FOREIGN.items():
+        if head.startswith(magic):
+            raise InvalidRequest(
+                f"this is {kind}, not a raw or qcow2 disk",
+                remedy="Unpack it first." if kind == "compressed" else "Convert it: `qemu-img convert -O qcow2`.",
+            )
+    if head[510:512] != b"\x55\xaa" and head[512:520] != b"EFI PART" and head[0x8001:0x8006] != b"CD001":
+        raise InvalidRequest(
+            "no machine would boot from this: it has neither a boot sector nor a table of partitions",
+            remedy="Import a whole disk; `dsec disk build` makes one.",
+        )
 
 
 def _check_name(name: str) -> None:
