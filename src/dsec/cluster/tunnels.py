@@ -1,7 +1,7 @@
 """WebSockets to ports of sandboxes by host name, through an apiserver: the edge's proxy decides, we pass bytes.
 
 Invariant: it is one request. The head that goes to the edge is the one that was routed; what the edge answers, whatever
-it is, goes back as it comes; then both connections end.
+it is, goes back as it comes; then both connections end, at the latest with the edge's node.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ async def tunnel(x: Exchange, upstream: Upstream, member: Member, headers: CIMul
         keep_alive(writer.get_extra_info("socket"), CLUSTER_SILENCE_S)
         writer.write(_head(x, headers))
         raw.take()
-        with suppress(TimeoutError):  # its node is lost
+        with suppress(TimeoutError, OSError):  # its node is lost; or the connection
             async with upstream.while_there(member):
-                await _first(_out(raw, writer), _back(raw, reader))
-        raw.close()
+                try:
+                    await _first(_out(raw, writer), _back(raw, reader))
+                finally:
+                    raw.close()
+                writer.close()
+                await writer.wait_closed()
     finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+        writer.transport.abort()
 
 
 async def _connect(member: Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
