@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,35 @@ async def test_it_gives_up_when_the_time_is_over() -> None:
                 break
             requests.clear()
         assert len(requests) > 2
+
+
+async def test_who_waits_long_is_told_why_and_once_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    full = failure(Unavailable("the server's disk is full"), "retry-after: 4")
+    async with answering(full, full, GOOD) as (url, _), AsyncClient(url) as client:
+        await asyncio.gather(client.node(), client.node())
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "dsec.sdk"]
+    assert told.startswith("the server's disk is full; trying again for ")
+
+
+async def test_a_short_wait_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    busy = failure(Unavailable("starting"), "retry-after: 0.1")
+    async with answering(busy, GOOD) as (url, _), AsyncClient(url) as client:
+        await client.node()
+    assert not [record for record in caplog.records if record.name == "dsec.sdk"]
+
+
+async def test_the_command_line_says_what_it_waits_for() -> None:
+    full = failure(Unavailable("the server's disk is full"), "retry-after: 4")
+    async with answering(full, answer(200, b'{"environments": []}')) as (url, _):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "dsec.cli.main", "env", "ls"),
+            env={**os.environ, "DSEC_URL": url, "DSEC_API_KEY": "k"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+    assert re.fullmatch(rb"dsec: the server's disk is full; trying again for \d+ s\n", said)
+    assert process.returncode == 0
 
 
 async def test_a_batch_keeps_its_key_over_attempts() -> None:

@@ -36,7 +36,7 @@ from dsec.cli import (
     terminal,
     trajectory,
 )
-from dsec.cli.output import EXIT_CODES, EXIT_PIPE, complain, exit_code, leave
+from dsec.cli.output import EXIT_CODES, EXIT_PIPE, complain, exit_code, leave, tell_of_waiting
 from dsec.errors import DsecError
 
 
@@ -84,6 +84,7 @@ for _command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process."""
     signals.as_interrupts()
+    tell_of_waiting()
     gc.set_threshold(100_000, 20, 50)  # what is imported stays: to look through it is a tenth of a server's start
     try:
         code = cli.main(args=arguments, prog_name="dsec", standalone_mode=False)

@@ -3,6 +3,7 @@ exit code."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,20 @@ def complain(error: DsecError) -> None:
 def note(text: str) -> None:
     """A remark on stderr."""
     click.echo(printable(f"dsec: {text}", keep="\n\t"), err=True)
+
+
+class _Notes(logging.Handler):
+    """What the SDK has to say, as remarks."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+def tell_of_waiting() -> None:
+    """From now on, on stderr: why a verb waits for its server."""
+    sdk = logging.getLogger("dsec.sdk")
+    sdk.addHandler(_Notes())
+    sdk.propagate = False
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:

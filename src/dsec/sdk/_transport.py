@@ -11,6 +11,7 @@ aiohttp is imported when the first request is made, because `import dsec` must b
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import re
@@ -56,11 +57,15 @@ Body = bytes | Callable[[], AsyncIterable[bytes | memoryview]] | None
 """Bytes, or a function that gives the chunks afresh for each attempt."""
 
 RETRY_S = 30.0
+TELL_S = 3.0
+"""Who waits for a server for longer is told why (logger `dsec.sdk`), and again from time to time."""
+TELL_EVERY_S = 10.0
 _NEW_KEY_S = 3.0
 """How long a server that has just started may take to write its new key."""
 _FIRST_DELAY_S = 0.01
 _MAX_DELAY_S = 2.0
 _ERROR = msgspec.json.Decoder(ErrorBody)
+log = logging.getLogger("dsec.sdk")
 _VISIBLE = re.compile(r"[!-~]+")
 _kept: list[Any] = []
 """Sessions of another event loop or of the parent process: never used again, and not to be closed from here."""
@@ -79,6 +84,7 @@ class Transport:
         self.speaks_for = ""
         """A run and its epoch, as the header X-Dsec-Run says it."""
         self.retry_s = retry_s
+        self.told_at = -TELL_EVERY_S
         self._reached = False
         self._known = False
         """The server has accepted our key before."""
@@ -402,7 +408,8 @@ class Retry:
         if self._until is None or stood_s > self._transport.retry_s:
             self._until, self._delay = time.monotonic() + self._transport.retry_s, _FIRST_DELAY_S
         delay = max(at_least_s, self._delay * random.uniform(0.5, 1.0))
-        if time.monotonic() + delay > self._until:
+        left_s = self._until - time.monotonic()
+        if delay > left_s:
             if isinstance(error, DsecError):
                 raise error
             raise Unavailable(
@@ -411,7 +418,16 @@ class Retry:
                 **_named(request_id),
             ) from error
         self._delay = min(self._delay * 2, _MAX_DELAY_S)
+        if self._transport.retry_s - left_s + delay >= TELL_S:
+            self._tell(error, left_s)
         await asyncio.sleep(delay)
+
+    def _tell(self, error: BaseException, left_s: float) -> None:
+        transport, now = self._transport, time.monotonic()
+        if now - transport.told_at >= TELL_EVERY_S:  # one word for all that wait
+            transport.told_at = now
+            said = error.message if isinstance(error, DsecError) else f"{transport.endpoint.url}: {reason(error)}"
+            log.warning("%s; trying again for %.0f s", said, left_s)
 
 
 class _Closable(Protocol):
