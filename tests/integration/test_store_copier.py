@@ -38,7 +38,7 @@ async def copied(
     done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     fd = os.open(target, os.O_RDWR | os.O_CREAT)
     try:
-        copier.copy(source, offset, chunks, fd, lambda _, error: done.set_result(error), nice=0, kind=kind)
+        copier.copy(source, offset, chunks, fd, lambda outcome: done.set_result(outcome.error), nice=0, kind=kind)
     finally:
         os.close(fd)
     error = await done
@@ -102,7 +102,7 @@ async def test_a_job_that_somebody_begins_to_wait_for_is_hastened(copier: Copier
     chunks = [Chunk(index * size, size, right) for index in range(256)]
     done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     target = os.open(tmp_path / "to", os.O_RDWR | os.O_CREAT)
-    job = copier.copy(source, 0, chunks, target, lambda _, error: done.set_result(error), nice=5)
+    job = copier.copy(source, 0, chunks, target, lambda outcome: done.set_result(outcome.error), nice=5)
     os.close(target)
     while not done.done():
         copier.hasten(job + 1, 1)  # there is none such

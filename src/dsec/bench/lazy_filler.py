@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dsec.ports import Clock
 from dsec.store.blobs import DirectoryStore
 from dsec.store.format import Chunk
 from dsec.store.lazy.cache import LazyCache
-from dsec.store.lazy.copier import CHECK, COPY, Copier, CopierGone, Done
+from dsec.store.lazy.copier import CHECK, COPY, Copier, CopierGone, Done, Outcome
 from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.questions import Events
 from dsec.store.lazy.running import serve_filler
@@ -67,25 +68,29 @@ class FarCopier(Copier):
             seconds += sum(chunk.size for chunk in chunks) / self._bytes_per_s
         if not seconds or kind == CHECK:  # what is checked is here
             return super().copy(source, offset, chunks, target, done, nice=nice, token=token, kind=kind)
+        due, loop = time.monotonic() + seconds, asyncio.get_running_loop()
         ours, ticket = os.dup(target), next(self._tickets)
         self._on_way[ticket] = nice
 
-        def copied(told: bool, error: Exception | None) -> None:
+        def copied(outcome: Outcome) -> None:
             self._arrived.pop(ticket, None)
-            done(told, error)
+            done(outcome)
 
         def arrived() -> None:
+            if (left := due - time.monotonic()) > 0:  # a loop's timers are early too, by up to a millisecond
+                loop.call_later(left, arrived)
+                return
             nice = self._on_way.pop(ticket)
             try:
                 self._arrived[ticket] = super(FarCopier, self).copy(
                     source, offset, chunks, ours, copied, nice=nice, token=token, kind=kind
                 )
             except CopierGone as error:
-                done(False, error)
+                done(Outcome(error))
             finally:
                 os.close(ours)
 
-        asyncio.get_running_loop().call_later(seconds, arrived)
+        loop.call_later(seconds, arrived)
         return ticket
 
     def hasten(self, job: int, nice: int) -> None:

@@ -77,10 +77,15 @@ class Control:
 
     async def _answer(self, call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         answer: dict[str, Any]
+        name, layer = str(call.get("call")), str(call.get("layer", ""))
         try:
-            answer = {"ok": await self._carry_out(str(call.get("call")), str(call.get("layer", "")))}
+            answer = {"ok": await self._carry_out(name, layer)}
         except DsecError as error:
             answer = {"error": error.body()}
         except OSError as error:
             answer = {"error": Internal(f"the cache of lazy layers: {error}").body()}
+        except Exception as error:  # a bug: who called waits for an answer all the same, and a layer's lock with it
+            log.exception("call %s of layer %s failed", name, layer)
+            what = f"the filler's call {name!r} failed: {type(error).__name__}: {error}"
+            answer = {"error": Internal(what, remedy="Report this together with the server's log.").body()}
         writer.write(msgspec.json.encode({"id": call.get("id"), **answer}) + b"\n")

@@ -32,9 +32,10 @@ MOST_CHUNKS = 256
 """Of one job."""
 _JOB = struct.Struct("=QQQIIiI")
 """id, token, offset in the source, count, bytes of the path, nice, kind."""
-COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO, _TELL = range(9)
+COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO, TELL = range(9)
 """Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing; copy
-one chunk of any size, which may be wrong in the target where that fails; as `PART`, as far as the source goes."""
+one chunk of any size, which may be wrong in the target where that fails; as `PART`, as far as the source goes; as
+`UPTO`, and tell the digest."""
 _CHUNK = struct.Struct("=QIxxxx32s")
 """offset in the target, size, digest."""
 _DONE = struct.Struct("=QIiII32s")
@@ -49,16 +50,27 @@ class CopierGone(Exception):
 
 
 _T = TypeVar("_T")
-Done = Callable[[bool, Exception | None], None]
-"""Called on the loop: whether the holder was told, or what went wrong: `CopierGone`, `NotFound`, `Unavailable`,
-`LayerCorrupt`, or OSError of the target."""
+
+
+class Outcome(NamedTuple):
+    """What became of a job."""
+
+    error: Exception | None = None
+    """None: it is done; else `CopierGone`, `NotFound`, `Unavailable`, `LayerCorrupt`, or OSError of the target."""
+    told: bool = False
+    """The holder was told."""
+    digest: bytes = b""
+    """SHA-256 of what was copied, where that was asked for."""
+
+
+Done = Callable[[Outcome], None]
+"""Called on the loop."""
 
 
 class _Job(NamedTuple):
     source: Path
     chunks: Sequence[Chunk]
     done: Done
-    tell: Callable[[bytes], None] = lambda digest: None
 
 
 def settle(future: asyncio.Future[_T], result: _T, error: Exception | None) -> None:
@@ -120,19 +132,13 @@ class Copier:
 
     def copy_telling(self, source: Path, target: int, most: int, *, nice: int) -> asyncio.Future[bytes]:
         """A file, or at most so many bytes of it, to the begin of the file `target` (a descriptor, which may be closed
-        at once). The future's result: the SHA-256 of what was copied; else as `Done` says. Raises `CopierGone`."""
+        at once). The future's result: the SHA-256 of what was copied; else as `Outcome` says. Raises `CopierGone`."""
         told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        digest = b""
 
-        def tell(found: bytes) -> None:
-            nonlocal digest
-            digest = found
+        def done(outcome: Outcome) -> None:
+            settle(told, outcome.digest, outcome.error)
 
-        def done(_: bool, error: Exception | None) -> None:
-            settle(told, digest, error)
-
-        number = self.copy(source, 0, [Chunk(0, most, bytes(32))], target, done, nice=nice, kind=_TELL)
-        self._jobs[number] = self._jobs[number]._replace(tell=tell)
+        self.copy(source, 0, [Chunk(0, most, bytes(32))], target, done, nice=nice, kind=TELL)
         return told
 
     def plan(self, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:
@@ -154,13 +160,8 @@ class Copier:
             raise CopierGone
         called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def done(_: bool, error: Exception | None) -> None:
-            if called.done():
-                return
-            if error is None:
-                called.set_result(None)
-            else:
-                called.set_exception(error)
+        def done(outcome: Outcome) -> None:
+            settle(called, None, outcome.error)
 
         self._numbers += 1
         self._jobs[self._numbers] = _Job(self._program, (), done)
@@ -216,7 +217,7 @@ class Copier:
         self._backlog.clear()
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
-            job.done(False, CopierGone())
+            job.done(Outcome(CopierGone()))
         self.on_gone()
 
     @staticmethod
@@ -256,8 +257,7 @@ class Copier:
             while self._backlog and self._send(channel, *self._backlog[0]):
                 _close(self._backlog.popleft()[1])
             if job is not None:
-                job.tell(digest)
-                job.done(bool(told), None if where == _COPIED else _error(job, where, error, copied))
+                job.done(Outcome(None if where == _COPIED else _error(job, where, error, copied), bool(told), digest))
 
 
 def _close(descriptors: Sequence[int]) -> None:

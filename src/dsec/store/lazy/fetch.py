@@ -36,7 +36,7 @@ from dsec.store.format import (
     trace_key,
 )
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
-from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone, settle
+from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone, Outcome, settle
 from dsec.store.lazy.trace import decode_trace, load_trace
 from dsec.store.threads import started_pool
 
@@ -292,8 +292,8 @@ class Fetcher:
         """Raises `CopierGone`."""
         copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def done(_: bool, error: Exception | None) -> None:
-            settle(copied, None, error)
+        def done(outcome: Outcome) -> None:
+            settle(copied, None, outcome.error)
 
         copier.copy(source, chunk.offset, [chunk], target, done, nice=NICE, kind=kind)
         return copied
@@ -414,8 +414,9 @@ class Fetcher:
                 return
         self._spawn(run)
 
-    def _copied(self, run: _Run, told: bool, error: Exception | None) -> None:
+    def _copied(self, run: _Run, outcome: Outcome) -> None:
         """The copier has done it, or could not."""
+        error = outcome.error
         if run.done.done():  # we are closed
             return
         if isinstance(error, CopierGone | LayerCorrupt):  # the latter: another try tells
@@ -425,7 +426,7 @@ class Fetcher:
             self._took_s.append(self._clock.monotonic() - run.began)
             self.fetched_bytes[run.layer.layer] += sum(chunk.size for chunk in run.chunks)
             run.layer.note(run.indexes)
-        self._end(run, run.token if told else 0, error)
+        self._end(run, run.token if outcome.told else 0, error)
 
     def _end(self, run: _Run, told: int, error: Exception | None) -> None:
         for index in run.indexes:
