@@ -8,7 +8,7 @@
  *
  * Before that a branch becomes somebody of its own, as `start` in vmm/launcher.py does for others: cgroups, namespaces, user, limits;
  * its disk and its sockets take the places of the stem's, and what would be shared with the stem beyond that is made new; so may another
- * machine's memory, whose state it is then told to load. It is a child of the stem's parent. The stem has the capabilities that this needs in
+ * machine's memory, whose state it is then told to load (translated.c: what it doesn't translate again). It is a child of the stem's parent. The stem has the capabilities that this needs in
  * a user namespace that has no others; a branch has none, unless it is to be a stem itself.
  *
  * Clones that are no stems have it loaded too, for what memory they give back (`fallocate64`) and random numbers.
@@ -45,6 +45,8 @@
 #include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
+
+#include "translated.h"
 
 #define MOST_THREADS 300
 #define MOST_DESCRIPTORS 32
@@ -178,6 +180,7 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 /* A branch needs the machine's memory, and shares small pages better than large ones. */
 int madvise(void *at, size_t size, int advice) {
     if (commands >= 0 && (advice == MADV_DONTFORK || advice == MADV_HUGEPAGE)) return 0;
+    if (commands >= 0 && advice == MADV_DONTNEED) translated_gone(at, size);
     return (int)syscall(SYS_madvise, at, size, advice);
 }
 
@@ -266,9 +269,10 @@ static void renew_socket(int fd, const struct request *is, const int *with) {
     }
 }
 
-static void map_private(uint64_t start, uint64_t end, int fd, off_t offset) {
-    void *got = mmap((void *)start, end - start, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, offset);
+static uint64_t map_private(uint64_t start, uint64_t end, int fd, off_t offset) {
+    void *got = mmap((void *)start, end - start, PROT_READ | PROT_WRITE, MAP_PRIVATE | (start ? MAP_FIXED : 0), fd, offset);
     must("map another memory", got == MAP_FAILED ? -1 : 0);
+    return (uint64_t)got;
 }
 
 /* Where a file has data, it takes the place of what is mapped there, at the same offsets. */
@@ -282,11 +286,21 @@ static void lay_over(uint64_t start, uint64_t end, int fd, off_t offset) {
     }
 }
 
+/* The machine's memory becomes another one that began with the same; what is translated of it stays where that can be. */
+static void compare(uint64_t start, uint64_t end, int fd, int layer, off_t offset) {
+    uint64_t fresh = map_private(0, end - start, fd, offset);
+    if (layer >= 0) lay_over(fresh, fresh + (end - start), layer, offset);
+    translated_compare(start, end, (const uint8_t *)fresh, layer, offset);
+    munmap((void *)fresh, end - start);
+}
+
 /* Private mappings of a file of the stem's become such of what takes its place. */
 static void map_again(const struct request *is, const int *with) {
     static char text[1 << 18];
     size_t size = 0;
-    int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+    bool alike = false;
+    struct stat st;
+    int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC), layer = is->layer ? with[is->files] : -1;
     for (ssize_t got; (got = read(fd, text + size, sizeof text - 1 - size)) != 0; size += (size_t)got) must("read its mappings", got);
     close(fd);
     for (char *line = text; *line; line += strcspn(line, "\n"), line += *line == '\n') {
@@ -296,10 +310,13 @@ static void map_again(const struct request *is, const int *with) {
         uint64_t offset = strtoull(at + 5, &at, 16), major = strtoull(at, &at, 16), minor = strtoull(at + 1, &at, 16), inode = strtoull(at, &at, 10);
         for (uint32_t i = 0; private && i < is->files; i++) {
             if (inode != is->file[i].inode || makedev(major, minor) != is->file[i].device) continue;
+            alike = fstat(with[i], &st) == 0 && st.st_dev == is->file[i].device && st.st_ino == inode;
+            if (alike) compare(start, end, with[i], layer, (off_t)offset);
             map_private(start, end, with[i], (off_t)offset);
-            if (is->layer) lay_over(start, end, with[is->files], (off_t)offset);
+            if (is->layer) lay_over(start, end, layer, (off_t)offset);
         }
     }
+    if (alike) translated_keep();
 }
 
 static void renew_files(const struct request *is, const int *fds, int count) {
@@ -429,6 +446,7 @@ __attribute__((constructor)) static void load(void) {
     pthread_t server;
     if (!number) return;
     create = dlsym(RTLD_NEXT, "pthread_create");
+    translated_begin();
     sigfillset(&action.sa_mask);
     if (!create || pthread_key_create(&at_end, ends) || sigaction(PARK, &action, NULL)) abort();
     enter();

@@ -84,6 +84,12 @@ class QemuDriver:
         done = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=False)
         return done.stdout.splitlines()[0] if done.stdout else "unknown"
 
+    @property
+    def reloads(self) -> bool:
+        """Whether one that has read a state can read another (`QemuControl.load`). It takes what is QEMU's own
+        (native/stem/translated.c), so it is said of those that were tried."""
+        return self._accel == "tcg" and "version 7.2." in self.version and "(Debian " in self.version
+
     @cached_property
     def fingerprint(self) -> str:
         """As in `VmmDriver`."""
@@ -271,10 +277,17 @@ class QemuControl:
 
     async def split(self, state: int, memory: int = -1) -> None:
         """As in `VmmControl`. A command of Xen's that any build has: it leaves the memory out, whoever shares it."""
-        found = await self._call("add-fd", fd=state)
+        await self._with_file("xen-save-devices-state", state, live=False)
+
+    async def load(self, state: int) -> None:
+        """Have a machine that stands still become what `split` wrote, memory and disk apart."""
+        await self._with_file("xen-load-devices-state", state)
+
+    async def _with_file(self, command: str, file: int, **arguments: Any) -> None:
+        found = await self._call("add-fd", fd=file)
         number = int(found["fdset-id"])
         try:
-            await self._call("xen-save-devices-state", filename=f"/dev/fdset/{number}", live=False)
+            await self._call(command, filename=f"/dev/fdset/{number}", **arguments)
         finally:
             await self._call("remove-fd", **{"fdset-id": number})
 

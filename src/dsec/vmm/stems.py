@@ -3,6 +3,9 @@
 Where QEMU imitates the CPU, most of a clone's first second is translation of the guest's code. A stem has done that
 once, and its branches share the result, as they share whatever memory none of them changes. KVM needs none of it.
 
+A machine as it was (`vmm.moments`) is a branch, too, which reads another state: of the template's stem, and what is
+translated stays where that can be (native/stem/translated.c), or of a *blank* one, which has read none before.
+
 One stem for a template that is in use, STEMS_MOST in all; what wasn't asked for for IDLE_S goes. A stem runs nothing
 but the guest and, in its rehearsals, programs of the environment that it is for: /bin/sh and /bin/true. Branches don't
 depend on it when they are made. Where no stem can be had, machines are plain clones.
@@ -45,8 +48,8 @@ class Stem(Struct, frozen=True):
     key: str
     memory: os.stat_result
     """Of the file that it has mapped."""
-    state: os.stat_result
-    """Of the file that a blank one has not read."""
+    state: os.stat_result | None
+    """Of the file that a blank one has not read; None: it isn't blank."""
     machine: Machine
     reservation: str
     connections: tuple[socket.socket, ...]
@@ -63,13 +66,22 @@ Prepare = Callable[[Machine, socket.socket], Awaitable[bytes]]
 class Stems:
     """All stems of a node."""
 
-    def __init__(self, machines: Machines, *, wanted: bool, settle_s: float = SETTLE_S, console: bool = False) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        *,
+        wanted: bool,
+        settle_s: float = SETTLE_S,
+        console: bool = False,
+        reload: bool = False,
+    ) -> None:
         """Not `wanted`: there are none. `settle_s`: what the guest does after a rehearsal by itself takes so long.
-        `console`: machines have one."""
+        `console`: machines have one. `reload`: one that has rehearsed can become a machine as it was."""
         self._machines = machines
         self.wanted = wanted
         self._settle_s = settle_s
         self._console = console
+        self._reload = reload
         self._stems: dict[str, Stem] = {}
         self._making: dict[str, asyncio.Task[Stem | None]] = {}
         self._idle: dict[str, asyncio.TimerHandle] = {}
@@ -84,7 +96,14 @@ class Stems:
 
     async def blank(self, template: Template, shape: Shape, start: StartStem) -> Stem | None:
         """One that has not read any state, and may become any machine of the kind; else as `get`."""
-        return await self._get(f"{template.key}.blank", template, shape, start, _unchanged)
+        return await self._get(f"{template.key}.blank", template, shape, start, None)
+
+    async def ground(self, template: Template, moment: Template, shape: Shape, start: StartStem) -> Stem | None:
+        """One to become a machine as it was, of the template's kind. Where that began with this template, and a stem
+        has rehearsed it, most of its code is translated there: that one, else as `blank`."""
+        rehearsed = self._reload and template.key in self._stems
+        alike = rehearsed and os.path.samestat(os.fstat(template.memory), os.fstat(moment.memory))
+        return await (self.get if alike else self.blank)(template, shape, start)
 
     async def of_moment(self, moment: Template, token: bytes, shape: Shape, start: StartStem) -> Stem | None:
         """A machine as it was, whose guest has once become another, which it does slowly the first time. `start` makes
@@ -98,7 +117,9 @@ class Stems:
 
         return await self._get(moment.key, moment, shape, start, become_one)
 
-    async def _get(self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare) -> Stem | None:
+    async def _get(
+        self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare | None
+    ) -> Stem | None:
         if not self.wanted or key in self._impossible:
             return None
         found = self._stems.get(key)
@@ -134,14 +155,15 @@ class Stems:
         slot: Slot | None = None,
         also: bool = False,
     ) -> Machine:
-        """A machine that stands still, as its template's clones; of a blank stem, as a machine was (`moment`), with
-        that one's `disk`. The others as `Machines.branch`. Raises as that, `StartLost` where the stem can't branch, and
-        the stem goes."""
+        """A machine that stands still, as its template's clones; as a machine was (`moment`), with that one's `disk`.
+        The others as `Machines.branch`. Raises as that, `StartLost` where the stem can't branch, and the stem goes."""
         state = -1
         try:
             if moment is not None:
                 state = moment.open_state()
-                files = [*files, (stem.memory, moment.memory), (stem.state, state)]
+                files = [*files, (stem.memory, moment.memory)]
+                if stem.state is not None:
+                    files.append((stem.state, state))
             machine = await self._machines.branch(
                 name,
                 reservation,
@@ -156,7 +178,7 @@ class Stems:
                 layer=moment.own if moment is not None else -1,
             )
             if moment is not None:
-                await restored(machine)
+                await (restored(machine) if stem.state is not None else _reload(machine, state))
                 if moment.screen >= 0:
                     await show(machine, moment.screen)
         except CreateFailed as error:
@@ -202,9 +224,9 @@ class Stems:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _make(
-        self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare
+        self, key: str, template: Template, shape: Shape, start: StartStem, prepare: Prepare | None
     ) -> Stem | None:
-        files = os.fstat(template.memory), os.fstat(template.state)
+        memory, state = os.fstat(template.memory), os.fstat(template.state) if prepare is None else None
         name = f"s{secrets.token_hex(8)}"
         reservation = self._machines.pool.reserve(shape)
         connections: list[socket.socket] = []
@@ -215,7 +237,7 @@ class Stems:
             if self._console:
                 connections.append(machine.connect("console"))
             async with asyncio.timeout(REHEARSAL_S):
-                token = await prepare(machine, port)
+                token = b"" if prepare is None else await prepare(machine, port)
         except BaseException as error:
             for connection in connections:
                 connection.close()
@@ -227,7 +249,7 @@ class Stems:
             log.warning("machines of %s will be plain clones: %s", key, str(error) or "no rehearsal in time")
             self._impossible[key] = asyncio.get_running_loop().call_later(IDLE_S, self._impossible.pop, key)
             return None
-        stem = self._stems[key] = Stem(key, *files, machine, reservation, tuple(connections), token)
+        stem = self._stems[key] = Stem(key, memory, state, machine, reservation, tuple(connections), token)
         self._machines.kept.put(name, machine.slot.usage().memory_bytes)
         while len(self._stems) > STEMS_MOST:
             self.drop(next(iter(self._stems)))
@@ -250,5 +272,11 @@ class Stems:
         await self._machines.end(stem.machine.name, stem.reservation, stem.machine)
 
 
-async def _unchanged(_machine: Machine, _port: socket.socket) -> bytes:
-    return b""
+async def _reload(machine: Machine, state: int) -> None:
+    """It becomes what that says; else let go of it. Raises `Unavailable`."""
+    assert isinstance(machine.control, QemuControl)
+    try:
+        await machine.control.load(state)
+    except BaseException:
+        machine.close()
+        raise

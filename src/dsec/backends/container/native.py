@@ -79,7 +79,7 @@ def build_native(state: Path) -> Path:
             for flags, files, name in (
                 (SHARED_FLAGS, [source / "warm" / "warm.c"], WARM),
                 (DYNAMIC_FLAGS, sorted((source / COPIER).glob("*.c")), COPIER),
-                (STEM_FLAGS, [source / "stem" / "stem.c"], STEM),
+                (STEM_FLAGS, sorted((source / "stem").glob("*.c")), STEM),
                 (FOLLOW_FLAGS, [source / "follow" / "follow.c"], FOLLOW),
             ):
                 jobs.append(pool.submit(_compile, [system, *flags], files, made / name))

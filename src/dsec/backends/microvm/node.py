@@ -21,6 +21,7 @@ from dsec.vmm.launching import LauncherState
 from dsec.vmm.machine import Machine, StartLost, restored
 from dsec.vmm.moments import Moment
 from dsec.vmm.node import MachineNode, VmHost
+from dsec.vmm.qemu import QemuDriver
 from dsec.vmm.stems import REHEARSAL_S, STEM, StartStem, Stem, Stems
 from dsec.vmm.template_cache import Template
 
@@ -47,7 +48,11 @@ class VmNode(MachineNode):
         super().__init__("vm", host, driver, cgroups, accel_reason=accel_reason)
         self.kernels = KernelStore(host.state)
         self.spares = Spares(self.machines, self._spare, each=spare)
-        self.stems = Stems(self.machines, wanted=driver.name == "qemu" and driver.accel == "tcg")
+        self.stems = Stems(
+            self.machines,
+            wanted=driver.name == "qemu" and driver.accel == "tcg",
+            reload=isinstance(driver, QemuDriver) and driver.reloads,
+        )
         self._templates_root = templates or host.state / "vm" / "templates"
         self._templates: Templates | None = None
 
@@ -173,7 +178,7 @@ class VmNode(MachineNode):
         """As `clone`, of a machine as it was (`VmmControl.split`). `slot`: it goes on where it ran before, with its own
         disk."""
         await self.serving()
-        stem = await self._blank(shape)
+        stem = await self._ground(shape, moment)
         if stem is not None:
             groups, disk = self.machines.group_shape(shape.memory_bytes, cpus), self._disk(name, moment, slot)
             try:
@@ -187,12 +192,13 @@ class VmNode(MachineNode):
     ) -> tuple[Machine, bytes]:
         """As `go_on_from`, one of several; and what its guest takes for a channel's begin."""
         await self.serving()
-        blank, stem, then = await self._blank(shape), None, moment.template
-        if blank is not None:
+        stem, then = None, moment.template
+        ground = await self._ground(shape, then)
+        if ground is not None:
 
             async def start(own: str, reserved: str) -> Machine:
                 disk = partial(self.disks.copy, own, then.disk)
-                return await self.stems.branch(blank, own, reserved, groups, moment=then, disk=disk, also=True)
+                return await self.stems.branch(ground, own, reserved, groups, moment=then, disk=disk, also=True)
 
             groups = self.machines.group_shape(shape.memory_bytes, shape.vcpus)
             stem = await self.stems.of_moment(then, moment.token, groups, start)
@@ -201,11 +207,12 @@ class VmNode(MachineNode):
         groups = self.machines.group_shape(shape.memory_bytes, cpus)
         return await self.stems.branch(stem, name, reservation, groups), stem.token
 
-    async def _blank(self, shape: Shape) -> Stem | None:
+    async def _ground(self, shape: Shape, moment: Template) -> Stem | None:
+        """What a machine as it was is made of."""
         template = self.templates.opened_of(shape)
         if template is None:
             return None
-        return await self.stems.blank(template, *self._stem(shape, template))
+        return await self.stems.ground(template, moment, *self._stem(shape, template))
 
     def _disk(self, name: str, template: Template, slot: Slot | None) -> Callable[[], int]:
         return lambda: os.open(template.disk, _WRITE) if slot else self.disks.copy(name, template.disk)
