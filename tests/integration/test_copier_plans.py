@@ -27,6 +27,7 @@ from dsec.store.lazy.cache import CachedLayer, LazyCache
 from dsec.store.lazy.copier import Copier, CopierGone
 from dsec.store.lazy.plan import Plan
 from dsec.store.lazy.readahead import Readahead
+from dsec.store.lazy.served import Served
 
 KIB = 1024
 SIZES = [256 * KIB, 4 * KIB, 128 * KIB, 256 * KIB, 64 * KIB]
@@ -165,6 +166,17 @@ async def test_a_withdrawn_layer_is_written_no_more(asked: Asked) -> None:
     assert asked.answer() == (holder.PASS, 99)
     assert [*map(asked.there, range(5))] == there
     await asked.copier.withdraw(BLOB)  # again
+
+
+async def test_a_layer_changes_hands_in_the_order_in_which_it_was_said(asked: Asked) -> None:
+    """It is taken back while it is being handed over: what was said first is carried out first, by whichever thread."""
+    served = Served(asked.cached, BLOB, None)
+    for _ in range(300):
+        handed, _ = await asyncio.gather(served.hand_over(asked.copier, [asked.pack], ()), served.take_back())
+        assert handed, "the copier has it still"
+        await served.take_back()
+        assert asked.left() == (holder.SERVE, BLOB, 1)
+        assert asked.left() == (holder.SERVE, BLOB, 0)
 
 
 async def test_many_readers_of_the_same_chunks(asked: Asked) -> None:

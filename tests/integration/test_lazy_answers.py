@@ -1,24 +1,65 @@
-"""Whoever waits for the filler hears of it, whatever went wrong there; and a benchmark's store is as far as it says."""
+"""Whoever waits for the filler hears of it, whatever goes wrong; and a benchmark's store is as far as it says."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
 import random
+import signal
+import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import lazy_kit
 import native_guest
+import pytest
 import uvloop
 
+from dsec.bench import lazy_node
 from dsec.bench.lazy_filler import FarCopier, FarDirectory
 from dsec.edge.config import SystemClock
+from dsec.errors import Unavailable
+from dsec.store.blobs import DirectoryStore
+from dsec.store.lazy import holder
+from dsec.store.lazy.cache import LazyCache
 from dsec.store.lazy.control import Control
+from dsec.store.lazy.filler import Filler
+from dsec.store.lazy.holder import Waiting
+from dsec.store.lazy.rehearsal import Nobody
+from dsec.store.lazy.service import LazyLayers
 
 LATENCY_S = 0.002
+
+
+class Broken(DirectoryStore):
+    """Has a bug."""
+
+    broken = True
+
+    async def get(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if self.broken and key.startswith("packs/"):
+            raise KeyError(key)
+        return await super().get(key, offset, size)
+
+
+@asynccontextmanager
+async def layers(root: Path) -> AsyncIterator[LazyLayers]:
+    """Of a node."""
+    for name in ("store", "run"):
+        (root / name).mkdir()
+    words = [sys.executable, "-m", "dsec.bench.lazy_filler", root / "cache", root / "store", root / "run", "0", "0"]
+    made = LazyLayers(cache=root / "cache", run=root / "run", filler=list(map(str, words)))
+    await made.open(lazy_kit.holder_program())
+    try:
+        yield made
+    finally:
+        await made.close(keep=False)
 
 
 async def test_a_call_that_fails_as_nobody_foresaw_is_answered(tmp_path: Path) -> None:
@@ -40,6 +81,87 @@ async def test_a_call_that_fails_as_nobody_foresaw_is_answered(tmp_path: Path) -
     writer.close()
     server.close()
     await control.close()
+
+
+async def test_a_read_that_fails_as_nobody_foresaw_is_answered_and_the_next_one_tries_anew(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    lazy_kit.make_tree(tmp_path / "tree", 1, [200_000])
+    layer = lazy_kit.publish(tmp_path / "tree", tmp_path, tmp_path / "store")
+    store, nobody, cache = Broken(tmp_path / "store"), Nobody(), LazyCache(tmp_path / "cache")
+    filler = Filler(cache, store, nobody, SystemClock(), most_bytes=1 << 30)
+    try:
+        await filler.attach(layer)
+        for store.broken, blob, error in ((True, 0, errno.EIO), (True, 5, errno.EIO), (False, 0, 0)):
+            filler.read(Waiting(1, blob, 0, 4096))
+            async with asyncio.timeout(native_guest.PATIENCE_S):
+                assert await nobody.answers.get() == error
+        store.broken = True
+        assert filler._serve(layer).cached.missing
+        with pytest.raises(KeyError):
+            await filler.complete(layer)
+    finally:
+        await filler.close()
+        cache.close()
+        await store.close()
+
+
+@pytest.mark.root
+async def test_an_answer_is_not_lost_with_whoever_else_was_cancelled(tmp_path: Path) -> None:
+    async with layers(tmp_path) as made:
+        for turns in range(600):
+            call = asyncio.create_task(made.status())
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+        async with asyncio.timeout(native_guest.PATIENCE_S):
+            assert (await made.status())["layers"] == {}
+
+
+@pytest.mark.root
+async def test_calls_that_begin_while_a_filler_ends_go_to_the_next_one(tmp_path: Path) -> None:
+    async with layers(tmp_path) as made:
+        calls = []
+        made._processes[-1].kill()
+        while made.hears:
+            calls.append(asyncio.create_task(made.status()))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(native_guest.PATIENCE_S):
+            assert all(answer["layers"] == {} for answer in await asyncio.gather(*calls))
+
+
+@pytest.mark.root
+async def test_an_answer_of_the_holder_that_comes_late_is_not_the_next_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "_TIMEOUT_S", 0.2)
+    with lazy_kit.node(tmp_path) as made:
+        client = holder.HolderClient(made.holder_path)
+        assert made.holder is not None
+        native_guest.stop(made.holder.pid)
+        try:
+            with pytest.raises(Unavailable):
+                client.stats()
+        finally:
+            made.holder.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="Invalid argument"):
+            client.complete(holder.BLOBS, 0)
+        client.close()
+
+
+@pytest.mark.root
+async def test_a_benchmark_says_what_it_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_node, "ATTACH_S", 0.2)
+    with lazy_node.Place(tmp_path, lazy_kit.holder_program()) as place:
+        async with place.lazy(lazy_node.Distance()) as made:
+            filler = made.lazy._processes[-1]
+            native_guest.stop(filler.pid)
+            try:
+                with pytest.raises(TimeoutError, match="ab" * 32):
+                    await made.mount("ab" * 32, tmp_path / "top")
+            finally:
+                filler.send_signal(signal.SIGCONT)
 
 
 async def test_a_far_copier_tells_digests_too(tmp_path: Path) -> None:

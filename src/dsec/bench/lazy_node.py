@@ -33,6 +33,8 @@ from dsec.store.shared import SharedLayers
 
 STREAMS = 4
 """Of fetching a layer whole."""
+ATTACH_S = 60.0
+"""A layer that isn't attached by then never will be: reads fail by themselves, this would be waited for."""
 _CHROOT = shutil.which("chroot", path="/usr/sbin:/usr/bin:/sbin:/bin") or "chroot"
 
 
@@ -136,7 +138,12 @@ class LazyNode:
         self._threads: list[threading.Thread] = []
 
     async def mount(self, layer: str, target: Path) -> None:
-        files = await self.lazy.attach(layer)
+        """Raises TimeoutError where the filler gives no answer."""
+        try:
+            async with asyncio.timeout(ATTACH_S):
+                files = await self.lazy.attach(layer)
+        except TimeoutError:
+            raise TimeoutError(f"the filler has not attached layer {layer} within {ATTACH_S:.0f} s") from None
         _mount(LayerFiles(files.image, files.data), target, lazy=not files.complete)
         if not files.complete:
             follower = Follower(self._follow_library)

@@ -119,16 +119,20 @@ class Copier:
     ) -> int:
         """Chunks that follow each other from `offset` of a file on, to their places in the file `target` (a descriptor,
         which may be closed at once), at this priority; then `done` is called, once. `token`: of a read that waits for
-        just these. Returns the job's number. Raises `CopierGone`."""
+        just these. Returns the job's number. Raises `CopierGone`, OSError where there is no room for it."""
         channel = self._channel or self.start()
         self._numbers += 1
         path = os.fsencode(source) + b"\0"
         head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice, kind)
         packet = b"".join((head, *(_CHUNK.pack(*chunk) for chunk in chunks), path))
-        self._jobs[self._numbers] = _Job(source, chunks, done)
-        if self._backlog or not self._send(channel, packet, [target]):
-            self._backlog.append((packet, [os.dup(target)]))
+        self._put(channel, packet, [target], _Job(source, chunks, done))
         return self._numbers
+
+    def _put(self, channel: socket.socket, packet: bytes, descriptors: Sequence[int], job: _Job) -> None:
+        """Raises OSError; then nobody will be told of it."""
+        if self._backlog or not self._send(channel, packet, descriptors):
+            self._backlog.append((packet, [*map(os.dup, descriptors)]))
+        self._jobs[self._numbers] = job
 
     def copy_telling(self, source: Path, target: int, most: int, *, nice: int) -> asyncio.Future[bytes]:
         """A file, or at most so many bytes of it, to the begin of the file `target` (a descriptor, which may be closed
@@ -150,8 +154,9 @@ class Copier:
         """Return when it doesn't serve this blob any more and nothing of it is on its way. Idempotent."""
         try:
             await self._call(_WITHDRAW, blob, ())
-        except CopierGone:
+        except (CopierGone, OSError):
             if self._process is not None:
+                self._process.kill()  # unless it has ended it can't be told
                 await asyncio.to_thread(self._process.wait)
 
     def _call(self, kind: int, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:
@@ -164,10 +169,8 @@ class Copier:
             settle(called, None, outcome.error)
 
         self._numbers += 1
-        self._jobs[self._numbers] = _Job(self._program, (), done)
         packet = _JOB.pack(self._numbers, blob, 0, 0, 0, 0, kind)
-        if self._backlog or not self._send(channel, packet, descriptors):
-            self._backlog.append((packet, [*map(os.dup, descriptors)]))
+        self._put(channel, packet, descriptors, _Job(self._program, (), done))
         return called
 
     def hasten(self, job: int, nice: int) -> None:
@@ -220,6 +223,12 @@ class Copier:
             job.done(Outcome(CopierGone()))
         self.on_gone()
 
+    def _give_up(self) -> None:
+        log.warning("the copier is gone")
+        if self._process is not None:
+            self._process.kill()
+        self._lost()
+
     @staticmethod
     def _send(channel: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:
         try:
@@ -244,18 +253,19 @@ class Copier:
             except OSError:
                 answer = b""
             if len(answer) != _DONE.size:
-                log.warning("the copier is gone")
-                if self._process is not None:
-                    self._process.kill()
-                self._lost()
+                self._give_up()
                 return
             number, where, error, copied, told, digest = _DONE.unpack(answer)
             if where == _ALL:
                 self.on_all(copied)
                 continue
+            try:
+                while self._backlog and self._send(channel, *self._backlog[0]):
+                    _close(self._backlog.popleft()[1])
+            except OSError:  # whose jobs would never be answered
+                self._give_up()
+                return
             job = self._jobs.pop(number, None)
-            while self._backlog and self._send(channel, *self._backlog[0]):
-                _close(self._backlog.popleft()[1])
             if job is not None:
                 job.done(Outcome(None if where == _COPIED else _error(job, where, error, copied), bool(told), digest))
 

@@ -406,7 +406,7 @@ class Fetcher:
         path = self._store.file(pack_key(run.place.pack)) if self._copier is not None else None
         if self._copier is not None and path is not None:
             done, nice = partial(self._copied, run), AHEAD_NICE if run.ahead else NICE
-            with contextlib.suppress(CopierGone):
+            with contextlib.suppress(CopierGone, OSError):
                 target = run.layer.data
                 run.job = self._copier.copy(
                     path, run.place.offset, run.chunks, target, done, nice=nice, token=run.token
@@ -452,7 +452,9 @@ class Fetcher:
         try:
             await self._fetch(run.layer, run.place, run.chunks)
             run.layer.note(run.indexes)
-        except (DsecError, OSError) as error:
+        except Exception as error:  # a bug too: who waits hears of it, and the next one tries anew
+            if not isinstance(error, DsecError | OSError):
+                log.exception("chunks of layer %s can't be fetched", run.layer.layer)
             self._end(run, 0, error)
         else:
             self._end(run, 0, None)

@@ -121,7 +121,7 @@ class Filler:
         for served in self._served.values():
             served.learn()
             await self._save_trace(served)
-            self._sync(served)
+            served.sync()
             served.close()
         self._served.clear()
 
@@ -323,19 +323,33 @@ class Filler:
                 self._spawn(self._take_back(served))
 
     async def _read_back(self, waiting: holder.Waiting, served: Served) -> None:
-        await self._take_back(served)
-        self.read(waiting)
+        try:
+            await self._take_back(served)
+            self.read(waiting)
+        except Exception as error:  # noqa: BLE001 (as in `read`)
+            self._fail(waiting, error)
 
     # --- reads ---
 
     def read(self, waiting: holder.Waiting) -> None:
         """Answer it, once what it wants is here."""
         try:
-            served = self._serve(self._numbers[waiting.blob])
-        except (KeyError, OSError, DsecError) as error:
-            log.error("a read of blob %d cannot be served: %r", waiting.blob, error)
-            self._questions.answer(waiting.token, errno.EIO)
-            return
+            self._read(waiting)
+        except Exception as error:  # noqa: BLE001 (a bug too: who reads waits for an answer)
+            self._fail(waiting, error)
+
+    def _fail(self, waiting: holder.Waiting, error: BaseException) -> None:
+        """What it wants can't be had."""
+        layer = self._numbers.get(waiting.blob, "")
+        unforeseen = None if isinstance(error, DsecError | OSError) else error
+        log.error("a read of blob %d, layer %s, fails: %r", waiting.blob, layer, error, exc_info=unforeseen)
+        self.failures[layer] += 1
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self._questions.answer(waiting.token, errno.ENOSPC if full else errno.EIO)
+        self.control.push({"failed": layer, "message": str(error)[:500]})
+
+    def _read(self, waiting: holder.Waiting) -> None:
+        served = self._serve(self._numbers[waiting.blob])
         if served.plan is not None:  # the copier could not
             self._spawn(self._read_back(waiting, served))
             return
@@ -357,11 +371,7 @@ class Filler:
             return
         error = future.exception()
         if error is not None:
-            layer = served.cached.layer
-            self.failures[layer] += 1
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._questions.answer(waiting.token, errno.ENOSPC if full else errno.EIO)
-            self.control.push({"failed": layer, "message": str(error)[:500]})
+            self._fail(waiting, error)
             return
         told = future.result()
         if not told or told != waiting.token:
@@ -373,7 +383,10 @@ class Filler:
         """All of it is here: its reads need not ask any more."""
         if not served.told_complete:
             served.told_complete = True
-            self._questions.complete(served.number, served.cached)
+            try:
+                self._questions.complete(served.number, served.cached)
+            except (OSError, DsecError) as error:  # they go on to ask, and are answered
+                log.warning("layer %s is complete, its reads ask on: %s", served.cached.layer, error)
 
     # --- keeping house ---
 
@@ -388,18 +401,10 @@ class Filler:
             for served in list(self._served.values()):
                 self._learn(served)
                 if served.cached.dirty:
-                    await asyncio.to_thread(self._sync, served)
+                    await asyncio.to_thread(served.sync)
                 if served.recorder is not None and served.recorder.ripe:
                     await self._save_trace(served)
             await self.evict()
-
-    @staticmethod
-    def _sync(served: Served) -> None:
-        """A disk that is full, or fails, promises less after a power loss; reads go on."""
-        try:
-            served.cached.sync()
-        except OSError as error:
-            log.warning("layer %s can't be brought to disk: %s", served.cached.layer, error)
 
     async def evict(self) -> None:
         """Bring the cache under its bound: first layers that nothing mounts, then the data of mounted ones that nobody

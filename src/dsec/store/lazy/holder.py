@@ -65,6 +65,7 @@ class HolderClient:
 
     def __init__(self, path: Path) -> None:
         """Raises `Unavailable`."""
+        self._path = path
         self._channel = connect(path)
 
     def add(self, blob: int, data: os.stat_result, bitmap: int, unit: int) -> None:
@@ -136,10 +137,13 @@ class HolderClient:
         descriptors: list[int] | None = None,
     ) -> tuple[int, ...]:
         message = MESSAGE.pack(kind, blob, 0, dev, ino, 0, 0, size, chunk, 0)
+        if self._channel.fileno() < 0:
+            self._channel = connect(self._path)
         try:
             socket.send_fds(self._channel, [message], descriptors or [])
             answer = self._channel.recv(MESSAGE.size)
         except OSError as error:
+            self._channel.close()  # an answer that comes late is none to the next call
             raise Unavailable(f"the holder of lazy layers is gone: {error}") from error
         if len(answer) != MESSAGE.size:
             raise Unavailable("the holder of lazy layers is gone")

@@ -27,7 +27,7 @@ _CHUNKS = 4
 _METADATA_BYTES = 512 << 10
 
 
-class _Nobody:
+class Nobody:
     """`Questions` that nobody asks."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ async def _fill(scratch: Path, clock: Clock, copier: Copier | None) -> None:
         path = scratch / key
         path.parent.mkdir()
         path.write_bytes(content)
-    store, nobody = DirectoryStore(scratch), _Nobody()
+    store, nobody = DirectoryStore(scratch), Nobody()
     cache = LazyCache(scratch / "cache")
     filler = Filler(cache, store, nobody, clock, most_bytes=1 << 30, copier=copier)
     try:

@@ -7,6 +7,7 @@ Invariant: while it is the copier's (`plan`) nobody else writes its data or its 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ from dsec.store.lazy.copier import Copier, CopierGone
 from dsec.store.lazy.plan import Plan
 from dsec.store.lazy.readahead import Readahead
 from dsec.store.lazy.trace import Recorder
+
+log = logging.getLogger(__name__)
 
 
 class Served:
@@ -33,7 +36,9 @@ class Served:
         self.plan: Plan | None = None
         """The copier has it."""
         self._copier: Copier | None = None
-        self._taking_back = asyncio.Lock()
+        self._changing_hands = asyncio.Lock()
+        """The copier carries out what it is told by several threads at once: what it was told before is answered first.
+        """
 
     @cached_property
     def readahead(self) -> Readahead:
@@ -42,16 +47,17 @@ class Served:
     async def hand_over(self, copier: Copier, packs: Sequence[Path], ahead: Sequence[int]) -> bool:
         """Let the copier serve it; no read of it and no chunk may be with us. `packs`: the placement's, `ahead`: chunks
         to fetch at once. False: it doesn't."""
-        plan = Plan(self.cached, packs, ahead)
-        try:
-            begun = copier.plan(self.number, (plan.descriptor, self.cached.data, self.cached.bitmap))
-            self.plan, self._copier = plan, copier
-            await begun
-        except (CopierGone, Internal):
-            self.plan = None
-            plan.close()
-            return False
-        return True
+        async with self._changing_hands:
+            plan = Plan(self.cached, packs, ahead)
+            try:
+                begun = copier.plan(self.number, (plan.descriptor, self.cached.data, self.cached.bitmap))
+                self.plan, self._copier = plan, copier
+                await begun
+            except (CopierGone, Internal, OSError):
+                self.plan = None
+                plan.close()
+                return False
+            return True
 
     def learn(self) -> int:
         """What the copier brought since we looked is known to `cached` and the recorder. Returns its bytes."""
@@ -65,7 +71,7 @@ class Served:
 
     async def take_back(self) -> int:
         """When it returns the layer is the filler's, which knows all that is there. Returns as `learn`."""
-        async with self._taking_back:
+        async with self._changing_hands:
             plan = self.plan
             if plan is None or self._copier is None:
                 return 0
@@ -74,6 +80,13 @@ class Served:
             self.plan = None
             plan.close()
             return size
+
+    def sync(self) -> None:
+        """Bring what came to disk: one that is full, or fails, promises less after a power loss. Blocks."""
+        try:
+            self.cached.sync()
+        except OSError as error:
+            log.warning("layer %s can't be brought to disk: %s", self.cached.layer, error)
 
     def close(self) -> None:
         """What the copier serves it goes on to serve."""

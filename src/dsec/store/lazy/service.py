@@ -79,7 +79,6 @@ class LazyLayers:
         self._mounted: set[str] = set()
         self._attached: set[str] = set()
         """Layers that may be mounted."""
-        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._calls = itertools.count(1)
@@ -226,7 +225,7 @@ class LazyLayers:
 
     async def _call(self, name: str, layer: str) -> dict[str, Any]:
         for _ in range(_ATTEMPTS):
-            await asyncio.wait_for(self._ready.wait(), _START_S)
+            await self._until_ready()
             assert self._writer is not None
             number = next(self._calls)
             self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -243,6 +242,16 @@ class LazyLayers:
             return ok
         raise Unavailable("the filler of lazy layers ends again and again")
 
+    async def _until_ready(self) -> None:
+        """There is a filler, at the moment at which this returns: what is asked of one that is gone nobody answers.
+        Raises `Unavailable`."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while not self._ready.is_set():
+                    await self._ready.wait()
+        except TimeoutError:
+            raise Unavailable("there is no filler of lazy layers") from None
+
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
@@ -250,8 +259,8 @@ class LazyLayers:
                 if "failed" in message:
                     self.failures[message["failed"]] += 1
                     self.on_failed(message["failed"], message["message"])
-                elif message["id"] in self._waiting:
-                    self._waiting[message["id"]].set_result(message)
+                elif (waiting := self._waiting.get(message["id"])) is not None and not waiting.done():
+                    waiting.set_result(message)  # else whoever called was cancelled just now
 
     # --- keeping both running ---
 
