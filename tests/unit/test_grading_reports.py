@@ -62,6 +62,16 @@ def test_a_test_that_comes_twice_counts_as_the_worst() -> None:
         assert test.status is CaseStatus.FAILED
 
 
+def test_tap_of_tests_with_one_name() -> None:
+    """What their numbers tell apart isn't one test: a grader of two that both passed had too few."""
+    both = b"1..3\nok 1 - adds\nok 2 - adds\nok 3\n"
+    assert [test.id for test in parse_tap(both)] == ["adds", "adds (2)", "3"]
+    asked = grader(ReportKind.TAP, least_tests=3, tests=["adds"])
+    assert judge(asked, 0, both, None).reward == 1.0
+    assert judge(asked, 1, both.replace(b"ok 2", b"not ok 2"), None).reward == 0.0
+    assert judge(asked, 1, both.replace(b"ok 1", b"not ok 1"), None).reward == 0.0
+
+
 def test_tap() -> None:
     text = (
         b"TAP version 13\nnoise\nok 1 - one\nnot ok 2 two\n  ---\nok 3 # SKIP not here\nnot ok 4 # todo later\n1..4\n"

@@ -91,11 +91,12 @@ def _case(case: ElementTree.Element) -> CaseResult:
 
 
 def parse_tap(data: bytes) -> list[CaseResult]:
-    """The tests of a TAP stream. Lines that aren't TAP are skipped; the plan has to be there once and to be kept.
-    Raises ValueError."""
+    """The tests of a TAP stream; of several with one name the later ones have their numbers, too. Lines that aren't TAP
+    are skipped; the plan has to be there once and to be kept. Raises ValueError."""
     plan: int | None = None
     found: list[CaseResult] = []
     numbers: set[int] = set()
+    names: set[str] = set()
     for line in _text(data).splitlines():
         if line.lower().startswith("bail out!"):
             raise ValueError(f"the grader gave up: {line[:200]}")
@@ -112,7 +113,9 @@ def parse_tap(data: bytes) -> list[CaseResult]:
             status = CaseStatus.FAILED if match[1] else CaseStatus.PASSED
             if directive == "skip" or (directive == "todo" and match[1]):
                 status = CaseStatus.SKIPPED
-            found.append(CaseResult(match[3].strip() or str(number), status))
+            name = match[3].strip() or str(number)
+            found.append(CaseResult(f"{name} ({number})" if name in names else name, status))
+            names.add(name)
             if len(found) > MAX_TESTS:
                 raise ValueError(f"the report has more than {MAX_TESTS} tests")
     if plan is None:
