@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.errors import EnvironmentNotFound, InvalidRequest, NotFound, PlatformError
+from dsec.errors import EnvironmentNotFound, InvalidRequest, NotFound, PlatformError, Unsupported
 from dsec.kernel import loop, mounts
 from dsec.store import build
 from dsec.store.environments import DEFAULT, RUNTIME, EnvironmentStore
@@ -197,6 +197,33 @@ def test_a_base_that_cannot_be_built_says_why_and_leaves_nothing(state: Path) ->
     assert store.all() == []
     assert list((state / "store" / "tmp").iterdir()) == []
     assert mounts.mounted(state) == []
+
+
+def test_without_mmdebstrap_it_is_said_what_to_install(
+    state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unsupported, match="mmdebstrap is missing") as raised:
+        build.build_debian_layer(LayerStore(state))
+    assert "apt-get install mmdebstrap" in raised.value.remedy
+
+
+def test_a_base_of_the_same_packages_is_the_same_layer(state: Path, tmp_path: Path) -> None:
+    """Whenever it was built: what a build writes itself has the time of the youngest file of a package."""
+    made = []
+    day = 86_400 * 10**9
+    for began_ns in (30_000 * day, 30_007 * day + 5):
+        top = tree(tmp_path / str(began_ns), 1)
+        (top / "etc").mkdir()
+        (top / "etc/shadow").write_text(f"root:*:{began_ns // day}:0:99999:7:::\nold:*:9:0:::::\n")
+        (top / "etc/shadow").chmod(0o640)
+        for written in (top / "link", top / "etc/shadow", top / "etc", top):
+            os.utime(written, ns=(0, began_ns + 10**9), follow_symlinks=False)
+        build.settle(top, began_ns)
+        made.append(LayerStore(state).add(top, "base").digest)
+        youngest = (top / "hard").stat().st_mtime_ns // day
+        assert (top / "etc/shadow").read_text() == f"root:*:{youngest}:0:99999:7:::\nold:*:9:0:::::\n"
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

@@ -50,6 +50,16 @@ async def test_only_the_nodes_own_project_collects_garbage(server: Served, tmp_p
     assert not meta.exists()
 
 
+async def test_only_the_nodes_own_project_says_where_it_fetches_packages_from(server: Served) -> None:
+    asked = {"name": "a@1", "packages": ["tree"], "on": "nowhere"}
+    body = json.dumps(asked | {"mirror": "http://mirror.example/debian"}).encode()
+    assert (await server.error("POST", "/v1/layers:packages", body))[:2] == (403, "permission_denied")
+    operator = await server.edge.create_key(OPERATOR, "operator")
+    assert (await server.raw("POST", "/v1/layers:packages", body, key=operator))[0] == 404  # there is no nowhere
+    status, code, _ = await server.error("POST", "/v1/layers:packages", json.dumps(asked | {"name": "a"}).encode())
+    assert (status, code) == (400, "invalid_request")
+
+
 async def test_an_upload_names_its_readers(server: Served) -> None:
     await server.raw("POST", "/v1/layers:upload?name=tools@1&reader=a&reader=b", tree())
     for project, seen in (("a", 200), ("b", 200), ("c", 404)):

@@ -152,6 +152,9 @@ class Api:
                 SANDBOX_ID.set(sandbox_id)
                 if await self._sandbox(sandbox_id, rest, x):
                     return
+            elif raw == "/v1/layers:packages" and self._layers is not None and self._builds is not None:
+                await builds.packages(self._builds, self._layers, x)
+                return
             elif await self._batch(raw, x) or (self._layers is not None and await self._layer(self._layers, raw, x)):
                 return
             elif raw == "/v1/judge" and self._judge is not None:

@@ -18,6 +18,7 @@ from dsec.api.layers import (
     Step,
     UploadArguments,
 )
+from dsec.builder.packages import PackagesRequest
 from dsec.builder.service import BuildOptions
 from dsec.store.environments import Environment
 from dsec.store.service import LayerInfo
@@ -61,6 +62,14 @@ CALLS = (
         arguments=_UPLOAD,
         required=("name",),
         takes=((TAR, None), (OCTETS, None)),
+        gives=(NDJSON, Step),
+    ),
+    Call(
+        method="post",
+        path="/v1/layers:packages",
+        summary="Make a layer of Debian packages: a whole base, or what they add to an environment; a line a step, "
+        "the result last",
+        takes=((JSON, PackagesRequest),),
         gives=(NDJSON, Step),
     ),
     Call(

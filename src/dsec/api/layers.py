@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from dsec.api.exchange import Exchange
+from dsec.api.exchange import ClientGone, Exchange
 from dsec.edge.client import EdgeClient, Principal
 from dsec.errors import DsecError, EnvironmentNotFound, ErrorBody, Internal, InvalidRequest, NotFound, PermissionDenied
 from dsec.spec.sandbox import NAME_PATTERN, Name
@@ -180,7 +180,7 @@ class Layers:
             async def verify(progress: Progress) -> dict[str, Any]:
                 return {"digest": await self._service.verify(project, reference, progress)}
 
-            await _stream(x, verify)
+            await stream(x, verify)
         elif verb == "export":
             x.only("GET")
             await _send(x, await self._service.export(project, reference))
@@ -214,7 +214,7 @@ class Layers:
             )
             return _imported(found, request.environment)
 
-        await _stream(x, work)
+        await stream(x, work)
 
     async def upload(self, x: Exchange) -> None:
         """POST /v1/layers:upload"""
@@ -241,11 +241,11 @@ class Layers:
                     found = await self._service.import_archive(project, path, platform, then, progress, tag=given.tag)
                     return _imported(found, name)
                 meta = await self._service.build_archive(
-                    path, given.kind, self._layer_named(project, name, readers), progress, at=given.at
+                    path, given.kind, self.layer_named(project, name, readers), progress, at=given.at
                 )
                 return {"layer": meta.digest, "name": name, "size_bytes": meta.size_bytes}
 
-            await _stream(x, work)
+            await stream(x, work)
 
     async def merge(self, x: Exchange) -> None:
         """POST /v1/layers:merge"""
@@ -255,11 +255,11 @@ class Layers:
         request = x.decode(_MERGE, await x.body())
 
         async def work(progress: Progress) -> dict[str, Any]:
-            then = self._layer_named(project, request.name, request.readers)
+            then = self.layer_named(project, request.name, request.readers)
             meta = await self._service.merge(project, request.layers, request.kind, then, progress)
             return {"layer": meta.digest, "name": request.name, "size_bytes": meta.size_bytes}
 
-        await _stream(x, work)
+        await stream(x, work)
 
     async def collect(self, x: Exchange) -> None:
         """POST /v1/layers:gc"""
@@ -277,7 +277,7 @@ class Layers:
         async def work(progress: Progress) -> dict[str, Any]:
             return {"freed_bytes": await self._service.collect(progress, least_age_s=request.least_age_s)}
 
-        await _stream(x, work)
+        await stream(x, work)
 
     async def create_environment(self, x: Exchange) -> None:
         """POST /v1/environments; `dsec.api.control` has GET"""
@@ -319,7 +319,9 @@ class Layers:
 
         return put
 
-    def _layer_named(self, project: str, name: str, readers: list[str]) -> Callable[[LayerMeta], None]:
+    def layer_named(self, project: str, name: str, readers: list[str]) -> Callable[[LayerMeta], None]:
+        """Gives a layer a name."""
+
         def put(meta: LayerMeta) -> None:
             self._service.environments.name_layer(name, meta.digest, project=project, readers=readers)
 
@@ -337,8 +339,9 @@ def _imported(found: Imported, name: str) -> dict[str, Any]:
     return {"environment": name, "layers": found.layers, "image": found.digest}
 
 
-async def _stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, Any]]]) -> None:
-    """Run it, telling how far it is. What fails before there was anything to tell is the answer's status."""
+async def stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, Any]]]) -> None:
+    """Run it, telling how far it is. What fails before there was anything to tell is the answer's status. A client that
+    goes away ends it, also while there is nothing to tell."""
     loop = asyncio.get_running_loop()
     steps: asyncio.Queue[Step | None] = asyncio.Queue()
     told: dict[str, float] = {}
@@ -351,6 +354,8 @@ async def _stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, An
 
     task = asyncio.ensure_future(work(progress))
     task.add_done_callback(lambda _: steps.put_nowait(None))
+    gone = asyncio.ensure_future(_gone(x))
+    gone.add_done_callback(lambda _: task.cancel())
     begun = False
     try:
         while (step := await steps.get()) is not None:
@@ -359,10 +364,13 @@ async def _stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, An
                 await x.begin(200, _NDJSON)
             await x.more(_ENCODER.encode(step) + b"\n")
     finally:
+        gone.cancel()
         if not task.done():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, DsecError):
                 await task
+    if task.cancelled():
+        raise ClientGone
     error = task.exception()
     if error is not None and not begun:
         raise as_ours(error)
@@ -370,6 +378,11 @@ async def _stream(x: Exchange, work: Callable[[Progress], Awaitable[dict[str, An
     if not begun:
         await x.begin(200, _NDJSON)
     await x.finish(_ENCODER.encode(last) + b"\n")
+
+
+async def _gone(x: Exchange) -> None:
+    while (await x.next_message())["type"] != "http.disconnect":
+        pass
 
 
 def as_ours(error: BaseException) -> DsecError:

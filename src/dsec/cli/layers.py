@@ -113,21 +113,68 @@ def load(
 
 
 @layer.command("build")
-@click.argument("source", type=click.Path(exists=True))
-@click.argument("name")
-@click.option("--at", default="/", show_default=True, metavar="PATH", help="Where in the sandbox it lies.")
+@click.argument("arguments", nargs=-1, required=True, metavar="[SOURCE] NAME")
+@click.option("--at", metavar="PATH", help="Where in the sandbox SOURCE lies.  [default: /]")
 @click.option("--keep-owners", is_flag=True, help="Owners as on disk; else everything is root's.")
-@_kind
+@click.option("--packages", multiple=True, metavar="'P ...'", help="Debian packages, in place of SOURCE.")
+@click.option("--on", metavar="ENVIRONMENT", help="Only what the packages add to it; else a whole base.")
+@click.option("--suite", help="Of the packages, like bookworm.  [default: the environment's, or the server's own]")
+@click.option("--mirror", metavar="URL", help="Of the packages; the server's own otherwise.")
+@click.option("--no-cache", "fresh", is_flag=True, help="Install packages again that were installed before.")
+@click.option(
+    "--kind",
+    type=click.Choice(["base", "workspace", "toolkit"]),
+    help="[default: workspace; of packages base, with --on toolkit]",
+)
 @_readers
 @json_option
 def build(
-    source: str, name: str, at: str, keep_owners: bool, kind: str, readers: tuple[str, ...], as_json: bool
+    arguments: tuple[str, ...],
+    at: str | None,
+    keep_owners: bool,
+    packages: tuple[str, ...],
+    on: str | None,
+    suite: str | None,
+    mirror: str | None,
+    fresh: bool,
+    kind: str | None,
+    readers: tuple[str, ...],
+    as_json: bool,
 ) -> None:
-    """Make the layer NAME (like tools@1.0) of a directory or a tar archive (also compressed) on this machine."""
-    with Steps() as steps, _packed(source, keep_owners=keep_owners) as path:
-        found = _run(
-            lambda client: client.catalog.build(path, name, at=at, kind=kind, readers=readers, on_step=steps.show)
+    """Make the layer NAME (like tools@1.0) of SOURCE, a directory or a tar archive (also compressed) on this machine,
+    or of Debian packages and what they need: NAME --packages 'git curl'."""
+    *sources, name = arguments
+    wanted = [word for text in packages for word in text.replace(",", " ").split()]
+    if packages and (sources or at or keep_owners or not wanted):
+        raise InvalidRequest("--packages takes packages, and no SOURCE, --at or --keep-owners")
+    if not packages and (len(sources) != 1 or on or suite or mirror or fresh):
+        raise InvalidRequest(
+            "it takes SOURCE and NAME, or NAME and --packages (with --on, --suite, --mirror, --no-cache)"
         )
+    with Steps() as steps:
+        if packages:
+            found = _run(
+                lambda client: client.catalog.build_packages(
+                    wanted,
+                    name,
+                    on=on,
+                    suite=suite,
+                    mirror=mirror,
+                    kind=kind,
+                    fresh=fresh,
+                    readers=readers,
+                    on_step=steps.show,
+                )
+            )
+        else:
+            if not os.path.exists(sources[0]):
+                raise InvalidRequest(f"there is no {sources[0]}")
+            with _packed(sources[0], keep_owners=keep_owners) as path:
+                found = _run(
+                    lambda client: client.catalog.build(
+                        path, name, at=at or "/", kind=kind or "workspace", readers=readers, on_step=steps.show
+                    )
+                )
     _made(found, as_json)
 
 

@@ -163,7 +163,7 @@ class ClusterApi:
             elif name in _RUN and self._spending.bounds(x.owner()):
                 x.only("POST")
                 await self._spending.run(x, name, self._foreign.any(name), x.owner(), "authorization")
-            elif raw == "/v1/builds":
+            elif raw in ("/v1/builds", "/v1/layers:packages"):
                 x.only("POST")
                 await self._spending.build(x, self._foreign.any(name), x.owner())
             elif name in _SHARED:

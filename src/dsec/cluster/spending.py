@@ -212,7 +212,7 @@ class Spending:
             await self._upstream.forward(x, member, principal, body=body, elsewhere=elsewhere)
 
     async def build(self, x: Exchange, member: Member, principal: Principal) -> None:
-        """A build of a Dockerfile: one of its sandboxes at a time."""
+        """A build of a Dockerfile, or of a layer of packages: one of its sandboxes at a time."""
         limits = x.decode(_options, x.raw("options") or b"{}").limits
         account = _build_account(principal.project, limits)
         async with self._granted(principal.project, account, 1, soon=False):

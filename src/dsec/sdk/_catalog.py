@@ -139,6 +139,30 @@ class AsyncCatalog:
         arguments = {"form": "tree", "name": name, "at": at, "kind": kind, "reader": list(readers)}
         return await self._upload(path, arguments, on_step)
 
+    async def build_packages(
+        self,
+        packages: Sequence[str],
+        name: str,
+        *,
+        on: str | None = None,
+        suite: str | None = None,
+        mirror: str | None = None,
+        kind: str | None = None,
+        fresh: bool = False,
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make a layer of Debian packages and what they need: a whole base, or (`on`) what they add to an environment.
+
+        `suite`: like `bookworm`; None: the environment's, or the node's own. `mirror`: in place of the node's own, with
+        a key of the project `default`. `kind`: None: `base`, or `toolkit` with `on`. `fresh`: install again what was
+        installed before. Raises `InvalidRequest` for what
+        the suite hasn't got, `EnvironmentNotFound`, `BuildFailed` with dpkg's last output, `Unavailable` where no
+        mirror answers, `Unsupported`, `PermissionDenied`, `Conflict`."""
+        body: dict[str, Any] = {"packages": list(packages), "name": name, "on": on, "suite": suite}
+        body |= {"mirror": mirror, "kind": kind, "fresh": fresh, "readers": list(readers)}
+        return await self._long("/v1/layers:packages", msgspec.json.encode(body), _JSON, on_step)
+
     async def build_dockerfile(
         self,
         context: str | Path,

@@ -117,6 +117,40 @@ class Catalog(Wrapper):
         `create_environment`. Raises `InvalidRequest`, `Unsupported`, `TooLarge`, `Conflict`."""
         return call(self._async.build(path, name, at=at, kind=kind, readers=readers, on_step=on_step))
 
+    def build_packages(
+        self,
+        packages: Sequence[str],
+        name: str,
+        *,
+        on: str | None = None,
+        suite: str | None = None,
+        mirror: str | None = None,
+        kind: str | None = None,
+        fresh: bool = False,
+        readers: Sequence[str] = (),
+        on_step: OnStep | None = None,
+    ) -> Info:
+        """Make a layer of Debian packages and what they need: a whole base, or (`on`) what they add to an environment.
+
+        `suite`: like `bookworm`; None: the environment's, or the node's own. `mirror`: in place of the node's own, with
+        a key of the project `default`. `kind`: None: `base`, or `toolkit` with `on`. `fresh`: install again what was
+        installed before. Raises `InvalidRequest` for what
+        the suite hasn't got, `EnvironmentNotFound`, `BuildFailed` with dpkg's last output, `Unavailable` where no
+        mirror answers, `Unsupported`, `PermissionDenied`, `Conflict`."""
+        return call(
+            self._async.build_packages(
+                packages,
+                name,
+                on=on,
+                suite=suite,
+                mirror=mirror,
+                kind=kind,
+                fresh=fresh,
+                readers=readers,
+                on_step=on_step,
+            )
+        )
+
     def build_dockerfile(
         self,
         context: str | Path,

@@ -10,14 +10,15 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from dsec.errors import PlatformError, Unsupported
 from dsec.kernel import mounts
 from dsec.store.layers import LayerMeta, LayerStore, Tree
+from dsec.store.programs import Failed, Stop, run_program
 
 Progress = Callable[[str], None]
 
@@ -63,18 +64,22 @@ def build_debian_layer(
     packages: Sequence[str] = BASE_PACKAGES,
     *,
     suite: str | None = None,
+    mirror: str | None = None,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> LayerMeta:
     """Make a Debian (or, on Ubuntu, an Ubuntu) base with `packages`. Blocks for about half a minute, downloads
-    included.
+    included. The same packages give the same layer.
 
-    Raises `Unsupported` where mmdebstrap is missing, `PlatformError` with its last words where it fails.
+    `mirror`: a URL, in place of this host's own. Raises `Unsupported` where mmdebstrap is missing, `PlatformError` with
+    its last words where it fails, `Stopped`.
     """
     program = shutil.which("mmdebstrap")
     if program is None:
         raise Unsupported("mmdebstrap is missing", remedy="Install it: apt-get install mmdebstrap.")
     suite = suite or host_suite()
     say = progress or (lambda _: None)
+    began_ns = time.time_ns()
     with store.scratch() as scratch:
         top, config = Path(scratch) / "root", Path(scratch) / "apt.conf"
         config.write_text("".join(f"{line}\n" for line in apt_options()))
@@ -82,13 +87,15 @@ def build_debian_layer(
         # No path-exclude: mmdebstrap then sends every package through a filter, and takes 12 s more than deleting
         # later.
         command += ["--dpkgopt=force-unsafe-io"]
-        command += [f"--include={','.join(packages)}", suite, str(top), *map(str, host_sources(suite))]
-        say(f"building the base: {suite} with {', '.join(packages)}")
+        command += [f"--include={','.join(packages)}"] if packages else []
+        sources = [f"deb {mirror} {suite} main"] if mirror else map(str, host_sources(suite))
+        say(f"building the base: {suite} with {', '.join(packages) or 'what is essential'}")
         try:
-            run_builder(command, say)
+            run_builder([*command, suite, str(top), *sources], say, stop)
         finally:
             mounts.unmount_under(scratch)
         scrub(top)
+        settle(top, began_ns)
         say("packing the base")
         return store.add(top, "base", f"{suite}: {' '.join(packages)}", hot=_hot_files(top))
 
@@ -152,43 +159,24 @@ def apt_options() -> list[str]:
     return options
 
 
-def run_builder(command: list[str], say: Progress) -> None:
-    """Run it in a group of its own; its last words are the error."""
-    env = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin", "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
-    env |= {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        start_new_session=True,
-    )
-    last: list[str] = []
+def run_builder(command: list[str], say: Progress, stop: Stop | None = None) -> None:
+    """Run mmdebstrap. Raises `PlatformError` with its last words, `Stopped`."""
+
+    def line(text: str) -> None:
+        if text.startswith("I: "):
+            say(text[3:])
+        elif text.startswith("Setting up "):
+            say(text.removesuffix(" ..."))
+
     try:
-        assert process.stdout is not None
-        for raw in process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            last = [*last[-19:], line]
-            if line.startswith("I: "):
-                say(line[3:])
-            elif line.startswith("Setting up "):
-                say(line.removesuffix(" ..."))
-        code = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)  # it unmounts what it mounted, but waits for dpkg first
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if code:
-        errors = [line for line in last if line.startswith(("E: ", "W: "))] or last[-5:]
+        run_program(command, stop=stop, line=line)
+    except Failed as error:
+        said = error.output.splitlines()[-20:]
+        errors = [text for text in said if text.startswith(("E: ", "W: "))] or said[-5:]
         raise PlatformError(
-            f"mmdebstrap failed with {code}: {' / '.join(errors)[-1500:]}",
+            f"mmdebstrap failed with {error.code}: {' / '.join(errors)[-1500:]}",
             remedy="Check with `apt-get update` that this host reaches its mirrors, and that the disk has 2 GiB free.",
-        )
+        ) from error
 
 
 def scrub(top: Path) -> None:
@@ -210,7 +198,31 @@ def scrub(top: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C"},
+        env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "PYTHONHASHSEED": "0"},
+    )
+
+
+def settle(top: Path, began_ns: int) -> None:
+    """Give what the build itself wrote the time of the youngest file that a package brought, so that the same packages
+    are the same layer whenever it is made. The day on which passwords were set is such a time too."""
+    found = {path: path.lstat().st_mtime_ns for path in (top, *top.rglob("*"))}
+    youngest = max((at for at in found.values() if at < began_ns), default=0)
+    shadow = top / "etc/shadow"
+    if shadow.is_file() and not shadow.is_symlink():
+        days = [at // (86_400 * 10**9) for at in (began_ns, youngest)]
+        shadow.write_text(same_day(shadow.read_text(), *days))
+    for path, at in found.items():
+        if at >= began_ns or path == shadow:
+            os.utime(path, ns=(youngest, youngest), follow_symlinks=False)
+
+
+def same_day(shadow: str, since: int, day: int) -> str:
+    """An /etc/shadow in which the passwords that were set on the day `since` or later were set on another."""
+    return re.sub(
+        r"^([^:\n]*:[^:\n]*:)(\d+)(?=:)",
+        lambda match: match[1] + (str(day) if int(match[2]) >= since else match[2]),
+        shadow,
+        flags=re.MULTILINE,
     )
 
 

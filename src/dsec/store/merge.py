@@ -35,6 +35,19 @@ def merge_layers(store: LayerStore, layers: Sequence[str], kind: Kind, descripti
     """
     if len(layers) < 2:
         raise InvalidRequest("merging takes two layers or more", field="layers")
+    return laid_together(store, layers, kind, description, source={"merged": " ".join(layers)})
+
+
+def laid_together(
+    store: LayerStore,
+    layers: Sequence[str],
+    kind: Kind,
+    description: str = "",
+    *,
+    source: dict[str, str],
+    settle: Callable[[Node], None] = lambda top: None,
+) -> LayerMeta:
+    """The same of one layer or more. `settle` may change the tree. Raises `NotFound`, `LayerCorrupt`, `TooLarge`."""
     config = merged_config([store.manifest(layer).config for layer in layers])
     with ExitStack() as files, store.making() as maker:
         top = directory()
@@ -48,13 +61,14 @@ def merge_layers(store: LayerStore, layers: Sequence[str], kind: Kind, descripti
         top = trees[0]
         for tree in trees[1:]:
             top = overlay(top, tree)
+        settle(top)
         done: set[int] = set()
         for _, node in walk(top):
             maker.data.budget.take(entries=1)
             if node.is_file and node.content.size and id(node) not in done:
                 done.add(id(node))
                 node.content = maker.data.add(reader(node.content, owners[id(node)]), node.content.size)
-        return maker.finish(top, kind, description, config=config, source={"merged": " ".join(layers)})
+        return maker.finish(top, kind, description, config=config, source=source)
 
 
 def reader(content: Content, data: BinaryIO | None) -> Callable[[int], bytes]:
