@@ -426,8 +426,8 @@ class Retry:
         transport, now = self._transport, time.monotonic()
         if now - transport.told_at >= TELL_EVERY_S:  # one word for all that wait
             transport.told_at = now
-            said = error.message if isinstance(error, DsecError) else f"no connection to {transport.endpoint.url}: {reason(error)}"
-            log.warning("%s; trying again for %.0f s", said, left_s)
+            said = f"no connection to {transport.endpoint.url}: {reason(error)}"
+            log.warning("%s; trying again for %.0f s", error.message if isinstance(error, DsecError) else said, left_s)
 
 
 class _Closable(Protocol):
