@@ -23,6 +23,7 @@ import uvloop
 
 from dsec.bench import lazy_node
 from dsec.bench.lazy_filler import FarCopier, FarDirectory
+from dsec.configuration import read_config
 from dsec.edge.config import SystemClock
 from dsec.errors import Unavailable
 from dsec.store.blobs import DirectoryStore
@@ -32,7 +33,7 @@ from dsec.store.lazy.control import Control
 from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.holder import Waiting
 from dsec.store.lazy.rehearsal import Nobody
-from dsec.store.lazy.service import LazyLayers
+from dsec.store.lazy.service import LazyLayers, Way
 
 LATENCY_S = 0.002
 
@@ -49,17 +50,21 @@ class Broken(DirectoryStore):
 
 
 @asynccontextmanager
-async def layers(root: Path) -> AsyncIterator[LazyLayers]:
-    """Of a node."""
-    for name in ("store", "run"):
-        (root / name).mkdir()
-    words = [sys.executable, "-m", "dsec.bench.lazy_filler", root / "cache", root / "store", root / "run", "0", "0"]
-    made = LazyLayers(cache=root / "cache", run=root / "run", filler=list(map(str, words)))
-    await made.open(lazy_kit.holder_program())
-    try:
-        yield made
-    finally:
-        await made.close(keep=False)
+async def layers(root: Path, way: Way = "") -> AsyncIterator[LazyLayers]:
+    """Of a server whose store is `root/store`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_RUN", str(root / "run"))
+        patch.setenv("DSEC_STORE", str(root / "store"))
+        config = read_config(root / "state")
+        for path in (config.run, config.cache, root / "store"):
+            path.mkdir(parents=True)
+        words = [sys.executable, "-m", "dsec.cli.main", "filler", "--state", config.state]
+        made = LazyLayers(cache=config.cache, run=config.run, filler=words, way=way)
+        await made.open(lazy_kit.holder_program())
+        try:
+            yield made
+        finally:
+            await made.close(keep=False)
 
 
 async def test_a_call_that_fails_as_nobody_foresaw_is_answered(tmp_path: Path) -> None:
@@ -128,6 +133,28 @@ async def test_calls_that_begin_while_a_filler_ends_go_to_the_next_one(tmp_path:
             await asyncio.sleep(0)
         async with asyncio.timeout(native_guest.PATIENCE_S):
             assert all(answer["layers"] == {} for answer in await asyncio.gather(*calls))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("error", [KeyError, OSError])
+async def test_a_filler_is_kept_running_whatever_fails_for_those_who_are_told(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    def told(layer: str) -> None:
+        raise error(layer)
+
+    lazy_kit.make_tree(tmp_path / "tree", 1, [200_000])
+    async with layers(tmp_path, "fuse") as made:
+        made.on_lost = told
+        layer = lazy_kit.publish(tmp_path / "tree", tmp_path, tmp_path / "store")
+        await made.attach(layer)
+        for count in (1, 2):
+            made._processes[-1].kill()
+            while made.lost[layer] < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(native_guest.PATIENCE_S):
+                assert layer in (await made.status())["layers"]
+        assert made.attached() == {layer}
 
 
 @pytest.mark.root

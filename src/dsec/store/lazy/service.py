@@ -266,42 +266,48 @@ class LazyLayers:
 
     async def _keep_running(self) -> None:
         """Connect to the filler, again and again; before each, look after the holder: a filler can't begin without
-        one, whichever of them died first."""
+        one, whichever of them died first. It goes on after bugs too: without it no read on this node is answered."""
         while True:
             try:
                 if self.way != "fuse" and not await asyncio.to_thread(self._holder_lives):
                     await asyncio.to_thread(self._start_holder)
-                reader, writer = await self._connect()
-            except (DsecError, OSError) as error:
-                log.error("lazy layers can't be filled: %s", error)
+                await self._converse(*await self._connect())
+                log.warning("the filler of lazy layers is gone; starting another")
+            except Exception as error:
+                if isinstance(error, DsecError | OSError):
+                    log.error("lazy layers can't be filled: %s", error)
+                else:
+                    log.exception("a bug in keeping lazy layers filled")
                 await asyncio.sleep(_AGAIN_S)
-                continue
-            self._writer = writer
-            self._ready.set()
-            releasing = asyncio.create_task(self._release_rest(), name="release lazy layers")
-            try:
-                await self._listen(reader)
-            finally:
-                releasing.cancel()
-                await asyncio.wait([releasing])
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until that filler is gone."""
+        self._writer = writer
+        self._ready.set()
+        releasing = asyncio.create_task(self._release_rest(), name="release lazy layers")
+        try:
+            await self._listen(reader)
+        finally:
             self._ready.clear()
             writer.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_result(None)
-            log.warning("the filler of lazy layers is gone; starting another")
-            for process in [p for p in self._processes if p.poll() is not None]:
-                self._processes.remove(process)
-            if self.way == "fuse":
-                await asyncio.to_thread(self._lose)
+            releasing.cancel()
+            await asyncio.wait([releasing])
+        for process in [p for p in self._processes if p.poll() is not None]:
+            self._processes.remove(process)
+        if self.way == "fuse":
+            await asyncio.to_thread(self._lose)
 
     def _lose(self) -> None:
         """The file system went with its filler."""
-        lost, self._attached = self._attached, set()
-        for layer in lost:
+        for layer in self.attached():
             self.lost[layer] += 1
-            self.on_lost(layer)
-            self._attached.add(layer)  # it is mounted anew
+            try:
+                self.on_lost(layer)
+            except (DsecError, OSError) as error:  # the others are told
+                log.error("layer %s stays mounted and can't be read: %s", layer, error)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         with contextlib.suppress(OSError):
