@@ -1,12 +1,12 @@
 /* The copier: brings chunks from files of a store into files of the cache, verified. A child of the filler, which decides what is fetched; it ends
  * with it. It keeps nothing: each job names the object's file and the chunks, and brings the target's descriptor along.
  *
- * A chunk is written only after its SHA-256 was found to be the one that the job says. A metadata image, whose file nobody else sees yet, comes in parts at
- * the same time, which are worth nothing until all of the file was checked.
+ * A chunk is written only after its SHA-256 was found to be the one that the job says. A metadata image, whose file nobody else sees yet, is written as
+ * it comes, in parts at the same time, and is worth nothing until all of it was digested.
  *
  * What nobody waits for is copied at a low priority and on half of the processors; when somebody begins to wait, the job is hastened.
  *
- * PLANS. A layer whose store is near can be handed over whole: the copier then answers its reads itself, fetches ahead of them, and sets the bits of what
+ * PLANS. A layer can be handed over whole: the copier then answers its reads itself, fetches ahead of them, and sets the bits of what
  * is filled, so that no reader waits for the filler's turn. While it has a plan nobody else writes that layer's data or bits; when COPIER_WITHDRAW is
  * answered nothing of it is on its way any more, and the filler may take data back. What can't be served (whatever the cause) is passed on by the
  * holder to the filler, which tries and tells. What came stands in the plan's journal, in shared memory, for the filler to read when it wants to know.
@@ -21,17 +21,16 @@
 #define COPIER_CHUNKS 256       /* of one job */
 #define COPIER_PIECE (256 << 10)
 #define COPIER_THREADS 16
+#define COPIER_PARTS 16   /* of files that are copied whole */
+#define COPIER_STREAMS 32 /* of all plans */
 
 enum copier_kind {
     COPIER_COPY = 0,
-    COPIER_PART = 1,   /* the digests are not looked at */
-    COPIER_CHECK = 2,  /* nothing is copied: the one chunk, of any size, is what the source has at `offset` */
+    COPIER_WHOLE = 1, /* the one chunk, of any size, by `streams`; what is written is worth nothing where it isn't right */
+    COPIER_TELL = 2,  /* the same, as far as the source goes, whatever it is: the digest is told */
     COPIER_HASTEN = 3, /* the job `token` is wanted at `nice` from now on. No chunks, no path */
-    COPIER_WHOLE = 4,  /* the one chunk, of any size; what is written is worth nothing where it isn't right */
-    COPIER_PLAN = 5,   /* the holder's blob `token` is served from now on. SCM_RIGHTS {plan, data, bitmap}. No chunks, no path */
-    COPIER_WITHDRAW = 6, /* it is no more. No chunks, no path */
-    COPIER_UPTO = 7,   /* as PART, as far as the source goes */
-    COPIER_TELL = 8,   /* as UPTO, and the digest of what was copied is told */
+    COPIER_PLAN = 4,   /* the holder's blob `token` is served from now on. SCM_RIGHTS {plan, data, bitmap}. No chunks, no path */
+    COPIER_WITHDRAW = 5, /* it is no more. No chunks, no path */
 };
 
 enum copier_where {
@@ -55,7 +54,8 @@ struct copier_job {
 
 struct copier_chunk {
     uint64_t target; /* offset */
-    uint32_t size, zero;
+    uint32_t size;
+    uint32_t streams; /* of WHOLE and TELL: so many parts of it, 2 to COPIER_PARTS, are read at the same time */
     uint8_t digest[32];
 };
 
@@ -66,6 +66,7 @@ struct copier_plan {
     uint32_t noted; /* in the journal; the copier's to write, atomically */
     uint32_t count, ahead, packs;
     uint64_t data_bytes;
+    uint32_t streams, zero; /* so many chunks are fetched ahead at the same time */
 };
 
 struct copier_done {

@@ -40,7 +40,7 @@ union packet {
     char bytes[sizeof(struct copier_job) + COPIER_CHUNKS * sizeof(struct copier_chunk) + PATH_MAX];
 };
 
-static bool write_at(int fd, const unsigned char *data, size_t size, uint64_t offset) {
+bool write_at(int fd, const unsigned char *data, size_t size, uint64_t offset) {
     while (size) {
         ssize_t put = pwrite(fd, data, size, (off_t)offset);
         if (put < 0 && errno == EINTR) continue;
@@ -50,19 +50,27 @@ static bool write_at(int fd, const unsigned char *data, size_t size, uint64_t of
     return true;
 }
 
+bool start_digest(struct worker *w) {
+    return begin_digest(w->context, sha256(), NULL);
+}
+
+bool add_digest(struct worker *w, const unsigned char *data, size_t size) {
+    return update_digest(w->context, data, size);
+}
+
 static bool is_right(void *context, const struct copier_chunk *chunk) {
     unsigned char found[DIGEST];
     unsigned length = 0;
     return end_digest(context, found, &length) && length == DIGEST && memcmp(found, chunk->digest, DIGEST) == 0;
 }
 
-static bool failed(struct copier_done *done, enum copier_where where, int error) {
+bool failed(struct copier_done *done, enum copier_where where, int error) {
     done->where = where;
     done->error = error;
     return false;
 }
 
-static bool read_piece(int fd, unsigned char *data, size_t size, uint64_t offset, struct copier_done *done) {
+bool read_piece(int fd, unsigned char *data, size_t size, uint64_t offset, struct copier_done *done) {
     while (size) {
         ssize_t got = pread(fd, data, size, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
@@ -94,20 +102,11 @@ bool copy_chunk(const struct copier_chunk *chunk, uint64_t offset, int source, i
     if (chunk->size > COPIER_PIECE) return failed(done, COPIER_REFUSED, EINVAL);
     if (!read_piece(source, w->data, chunk->size, offset, done)) return false;
     bool counted = enter(w);
-    bool right = begin_digest(w->context, sha256(), NULL) && update_digest(w->context, w->data, chunk->size) && is_right(w->context, chunk);
+    bool right = start_digest(w) && add_digest(w, w->data, chunk->size) && is_right(w->context, chunk);
     bool written = right && write_at(target, w->data, chunk->size, chunk->target);
     int error = errno;
     if (counted) leave();
     return right ? written || failed(done, COPIER_TARGET, error) : failed(done, COPIER_WRONG, 0);
-}
-
-static bool copy_part(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    for (uint32_t at = 0, size; at < chunk->size; at += size) {
-        size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
-        if (!read_piece(source, w->data, size, offset + at, done)) return false;
-        if (!write_at(target, w->data, size, chunk->target + at)) return failed(done, COPIER_TARGET, errno);
-    }
-    return true;
 }
 
 /* Of the chunk what the source has. */
@@ -117,81 +116,6 @@ static bool cut_off(struct copier_chunk *chunk, uint64_t offset, int source, str
     uint64_t left = (uint64_t)st.st_size > offset ? (uint64_t)st.st_size - offset : 0;
     if (left < chunk->size) chunk->size = (uint32_t)left;
     return true;
-}
-
-static bool copy_upto(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    struct copier_chunk there = *chunk;
-    return cut_off(&there, offset, source, done) && copy_part(&there, offset, source, target, w, done);
-}
-
-/* A digest that is computed by a thread of its own while another one reads and writes: pieces go to it in two buffers, in turn. */
-struct pieces {
-    pthread_mutex_t lock;
-    pthread_cond_t moved;
-    void *context;
-    const unsigned char *data[2];
-    uint32_t size[2];
-    unsigned put, taken; /* pieces; `last`: no further ones come */
-    bool last, failed;
-};
-
-static void *digest_pieces(void *argument) {
-    struct pieces *p = argument;
-    pthread_mutex_lock(&p->lock);
-    for (;;) {
-        while (p->put == p->taken && !p->last) pthread_cond_wait(&p->moved, &p->lock);
-        if (p->put == p->taken) break;
-        unsigned at = p->taken % 2;
-        pthread_mutex_unlock(&p->lock);
-        bool good = update_digest(p->context, p->data[at], p->size[at]);
-        pthread_mutex_lock(&p->lock);
-        p->failed |= !good;
-        p->taken++;
-        pthread_cond_signal(&p->moved);
-    }
-    pthread_mutex_unlock(&p->lock);
-    return NULL;
-}
-
-/* The next buffer is free; what was in it is counted. */
-static unsigned next_piece(struct pieces *p) {
-    pthread_mutex_lock(&p->lock);
-    while (p->put - p->taken == 2) pthread_cond_wait(&p->moved, &p->lock);
-    pthread_mutex_unlock(&p->lock);
-    return p->put % 2;
-}
-
-static void put_piece(struct pieces *p, uint32_t size) {
-    pthread_mutex_lock(&p->lock);
-    if (size) p->size[p->put++ % 2] = size;
-    else p->last = true;
-    pthread_cond_signal(&p->moved);
-    pthread_mutex_unlock(&p->lock);
-}
-
-/* `target` -1: nothing is written. The digest is in the worker's context then. */
-static bool copy_digested(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    if (!begin_digest(w->context, sha256(), NULL)) return failed(done, COPIER_REFUSED, ENOMEM);
-    struct worker *second = take(0, w->nice);
-    struct pieces pieces = {.lock = PTHREAD_MUTEX_INITIALIZER, .moved = PTHREAD_COND_INITIALIZER, .context = w->context, .data = {w->data, second->data}};
-    unsigned char *const room[2] = {w->data, second->data};
-    pthread_t thread;
-    bool good = true;
-    if (pthread_create(&thread, NULL, digest_pieces, &pieces)) good = failed(done, COPIER_REFUSED, EAGAIN);
-    else {
-        for (uint32_t at = 0, size; good && at < chunk->size; at += size) {
-            size = chunk->size - at < COPIER_PIECE ? chunk->size - at : COPIER_PIECE;
-            unsigned char *data = room[next_piece(&pieces)];
-            good = read_piece(source, data, size, offset + at, done);
-            if (!good) break;
-            put_piece(&pieces, size);
-            if (target >= 0 && !write_at(target, data, size, chunk->target + at)) good = failed(done, COPIER_TARGET, errno);
-        }
-        put_piece(&pieces, 0);
-        pthread_join(thread, NULL);
-    }
-    give(second);
-    return good && (!pieces.failed || failed(done, COPIER_REFUSED, ENOMEM));
 }
 
 static bool copy_whole(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
@@ -205,17 +129,11 @@ static bool copy_telling(const struct copier_chunk *chunk, uint64_t offset, int 
     return (end_digest(w->context, done->digest, &length) && length == DIGEST) || failed(done, COPIER_REFUSED, ENOMEM);
 }
 
-static bool check(const struct copier_chunk *chunk, uint64_t offset, int source, int target, struct worker *w, struct copier_done *done) {
-    (void)target;
-    return copy_whole(chunk, offset, source, -1, w, done);
-}
-
 static bool carry_out(const union packet *packet, size_t size, int target, struct worker *w, struct copier_done *done) {
     const struct copier_job *job = &packet->job;
     const struct copier_chunk *chunks = (const void *)(job + 1);
     static bool (*const kinds[])(const struct copier_chunk *, uint64_t, int, int, struct worker *, struct copier_done *) = {
-        [COPIER_COPY] = copy_chunk, [COPIER_PART] = copy_part, [COPIER_CHECK] = check, [COPIER_WHOLE] = copy_whole, [COPIER_UPTO] = copy_upto,
-        [COPIER_TELL] = copy_telling,
+        [COPIER_COPY] = copy_chunk, [COPIER_WHOLE] = copy_whole, [COPIER_TELL] = copy_telling,
     };
     if (job->count > COPIER_CHUNKS || job->kind >= sizeof kinds / sizeof *kinds || !kinds[job->kind]) return failed(done, COPIER_REFUSED, EINVAL);
     const char *path = (const char *)(chunks + job->count);
@@ -335,6 +253,7 @@ int main(int argc, char **argv) {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     most_unhurried = processors > 2 ? (int)processors / 2 : 1;
     for (int i = 1; i < COPIER_THREADS; i++) start_thread(work);
-    if (holder >= 0) start_serving(most_unhurried);
+    start_helping();
+    if (holder >= 0) start_serving();
     work(NULL);
 }

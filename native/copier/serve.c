@@ -25,7 +25,8 @@ enum state { FREE, QUEUED, FLYING };
 struct plan {
     struct plan *next;
     uint32_t blob, count;
-    unsigned users; /* threads that do something for it */
+    unsigned users;    /* threads that do something for it */
+    unsigned fetching; /* of those that fetch ahead */
     const struct copier_plan *head;
     const unsigned char *places, *digests;
     uint32_t *journal;
@@ -140,6 +141,7 @@ static bool fill(struct plan *p, uint64_t offset, uint64_t count, int nice) {
         if (!here) p->states[i] = FLYING;
         if (!decided) { /* the reader's own is taken first */
             decided = true;
+            queue(p, (struct ahead_range){i + 1, last + 1});
             queue(p, ahead_file(&p->ahead, first));
             queue(p, ahead_read(&p->ahead, first, last));
         }
@@ -183,7 +185,7 @@ static void *fetch_ahead(void *unused) {
     pthread_mutex_lock(&lock);
     for (;;) {
         struct plan *p = plans;
-        while (p && !p->row_count) p = p->next;
+        while (p && (!p->row_count || p->fetching >= p->head->streams)) p = p->next;
         if (!p) {
             pthread_cond_wait(&queued, &lock);
             continue;
@@ -193,8 +195,9 @@ static void *fetch_ahead(void *unused) {
         p->row_count--;
         if (p->states[i] != QUEUED) continue; /* a reader was faster */
         p->states[i] = FLYING;
-        p->users++;
+        p->users++, p->fetching++;
         bring(p, i, AHEAD_NICE);
+        p->fetching--;
         release(p);
     }
     return NULL;
@@ -223,7 +226,7 @@ static void *map(int fd, size_t *size) {
 /* Whether all that it names is inside of it. */
 static bool read_plan(struct plan *p) {
     const struct copier_plan *head = p->head;
-    if (p->mapped < sizeof *head || head->noted || !head->count || head->data_bytes % BLOCK) return false;
+    if (p->mapped < sizeof *head || head->noted || !head->count || !head->streams || head->data_bytes % BLOCK) return false;
     uint64_t fixed = sizeof *head + 4ull * head->count + 4ull * head->ahead + (uint64_t)(PACKED_CHUNK + PACKED_PLACE) * head->count;
     if (fixed > p->mapped || p->bits_size * 8ull * BLOCK < head->data_bytes || head->packs > head->count) return false;
     p->count = p->left = head->count;
@@ -293,7 +296,7 @@ void withdraw_plan(uint32_t blob) {
     pthread_mutex_unlock(&lock);
 }
 
-void start_serving(int ahead) {
+void start_serving(void) {
     for (int i = 0; i < COPIER_THREADS; i++) start_thread(answer);
-    for (int i = 0; i <= ahead; i++) start_thread(fetch_ahead); /* one reads while the others compute */
+    for (int i = 0; i < COPIER_STREAMS; i++) start_thread(fetch_ahead);
 }

@@ -66,7 +66,7 @@ class Asked:
         self.plan: Plan | None = None
 
     async def serve(self, ahead: Sequence[int] = ()) -> None:
-        self.plan = Plan(self.cached, [self.pack], ahead)
+        self.plan = Plan(self.cached, [self.pack], ahead, 2)
         await self.copier.plan(BLOB, (self.plan.descriptor, self.cached.data, self.cached.bitmap))
         assert self._told() == (holder.SERVE, BLOB, 1)
 
@@ -205,14 +205,14 @@ async def test_a_plan_whose_copier_dies_is_withdrawn_when_that_is_gone(asked: As
 
 
 async def test_what_is_no_plan_is_refused(asked: Asked) -> None:
-    asked.plan = Plan(asked.cached, [asked.pack], [1])
+    asked.plan = Plan(asked.cached, [asked.pack], [1], 2)
     good = os.pread(asked.plan.descriptor, 1 << 16, 0)
     dice = random.Random(6)
     bad = [b"", b"x", good[:20], good[:-1], good[:-30]]
     for field in range(5):  # the head's: noted, count, ahead, packs, bytes
         for value in (0xFFFFFFFF, 0x7FFFFFFF, 1000):
             bad.append(good[: 4 * field] + value.to_bytes(4, "little") + good[4 * field + 4 :])
-    sizes = 24 + 4 * 5 + 4
+    sizes = 32 + 4 * 5 + 4
     bad.append(good[:sizes] + (300 * KIB).to_bytes(4, "little") + good[sizes + 4 :])
     bad.append(good[:sizes] + (0).to_bytes(4, "little") + good[sizes + 4 :])
     for _ in range(50):  # these may be good by chance: whatever they are, the copier lives

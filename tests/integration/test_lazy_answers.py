@@ -22,20 +22,23 @@ import pytest
 import uvloop
 
 from dsec.bench import lazy_node
-from dsec.bench.lazy_filler import FarCopier, FarDirectory
+from dsec.bench.lazy_filler import FAR, FarDirectory, far_words
 from dsec.configuration import read_config
 from dsec.edge.config import SystemClock
 from dsec.errors import Unavailable
 from dsec.store.blobs import DirectoryStore
+from dsec.store.format import Chunk
 from dsec.store.lazy import holder
 from dsec.store.lazy.cache import LazyCache
 from dsec.store.lazy.control import Control
+from dsec.store.lazy.copier import Copier, Outcome
 from dsec.store.lazy.filler import Filler
 from dsec.store.lazy.holder import Waiting
 from dsec.store.lazy.rehearsal import Nobody
 from dsec.store.lazy.service import LazyLayers, Way
 
 LATENCY_S = 0.002
+BYTES_PER_S = 50e6
 
 
 class Broken(DirectoryStore):
@@ -191,19 +194,40 @@ async def test_a_benchmark_says_what_it_waited_for(tmp_path: Path, monkeypatch: 
                 filler.send_signal(signal.SIGCONT)
 
 
-async def test_a_far_copier_tells_digests_too(tmp_path: Path) -> None:
-    data = random.Random(3).randbytes(300_000)
+async def test_a_far_copier_is_as_late_as_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(3).randbytes(1_000_000)
     (tmp_path / "from").write_bytes(data)
-    copier = FarCopier(native_guest.built("sanitized", "copier"), None, SystemClock(), LATENCY_S, 0)  # type: ignore[arg-type]
+    chunks = [
+        Chunk(at, 100_000, hashlib.sha256(data[at : at + 100_000]).digest()) for at in range(0, 1_000_000, 100_000)
+    ]
+    program = native_guest.built("static", "copier")
+    native_guest.built("static", FAR)
+    for name, value in far_words(program, tmp_path, LATENCY_S, BYTES_PER_S).items():
+        monkeypatch.setenv(name, value)
+    copier = Copier(program, None, SystemClock())
     target = os.open(tmp_path / "to", os.O_RDWR | os.O_CREAT)
+
+    async def copied(some: list[Chunk]) -> None:
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        copier.copy(tmp_path / "from", some[0].offset, some, target, done.set_result, nice=0)
+        assert (await done).error is None
+
     try:
+        for streams in (2, 4):
+            began = time.monotonic()
+            told = await copier.copy_telling(tmp_path / "from", target, 1 << 20, streams=streams, nice=0)
+            assert time.monotonic() - began >= LATENCY_S + len(data) / BYTES_PER_S / streams
+            assert told == hashlib.sha256(data).digest()
         began = time.monotonic()
-        told = await copier.copy_telling(tmp_path / "from", target, 1 << 20, nice=0)
-        assert time.monotonic() - began >= LATENCY_S
+        await copied(chunks)  # one request
+        assert time.monotonic() - began >= LATENCY_S + len(data) / BYTES_PER_S
+        began = time.monotonic()
+        for chunk in chunks:  # each of them is one
+            await copied([chunk])
+        assert time.monotonic() - began >= len(chunks) * LATENCY_S + len(data) / BYTES_PER_S
     finally:
         os.close(target)
         await copier.close()
-    assert told == hashlib.sha256(data).digest()
     assert (tmp_path / "to").read_bytes() == data
 
 

@@ -46,6 +46,10 @@ async def copied(
         raise error
 
 
+def digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
 def cut(data: bytes, sizes: Sequence[int], at: Sequence[int]) -> list[Chunk]:
     """Chunks of data, which belong at these offsets."""
     chunks, begin = [], 0
@@ -76,20 +80,49 @@ async def test_chunks_come_to_their_places(copier: Copier, tmp_path: Path) -> No
     assert found[512 * KIB :] == data[260 * KIB :]
 
 
-async def test_a_metadata_image_comes_in_parts_and_is_checked(copier: Copier, tmp_path: Path) -> None:
-    data = random.Random(2).randbytes(3_000_001)
-    source, target = written(tmp_path / "image", data), tmp_path / "to"
-    whole = cut(data, [len(data)], [0])
-    half = Chunk(1_500_000, 1_500_001, whole[0].digest)
-    await copied(copier, source, [Chunk(0, 1_500_000, whole[0].digest)], target, kind=module.PART)
-    with pytest.raises(LayerCorrupt):
-        await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
-    await copied(copier, source, [half], target, offset=half.offset, kind=module.PART)
-    await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
-    assert target.read_bytes() == data
-    written(target, data[:-1] + b"?")
-    with pytest.raises(LayerCorrupt):
-        await copied(copier, target, whole, tmp_path / "no", kind=module.CHECK)
+@pytest.mark.parametrize("streams", [0, 2, 3, 16, 1000])
+async def test_a_metadata_image_comes_in_parts_and_is_worth_nothing_before_all_was_digested(
+    copier: Copier, tmp_path: Path, streams: int
+) -> None:
+    for size in (1, 65_536, 65_537, 3_000_001, 40_000_000):
+        data = random.Random(size).randbytes(size)
+        source, target = written(tmp_path / "image", data), tmp_path / f"to{size}"
+        whole = cut(data, [size], [0])[0]
+        fd = os.open(target, os.O_RDWR | os.O_CREAT)
+        try:
+            assert await copier.copy_telling(source, fd, 1 << 26, streams=streams, nice=0) == whole.digest
+            assert target.read_bytes() == data
+            assert await copier.copy_telling(source, fd, size // 2, streams=streams, nice=0) == digest(
+                data[: size // 2]
+            )
+            await copier.copy_whole(source, fd, whole, streams=streams, nice=0)
+            written(source, data[:-1] + bytes([data[-1] ^ 1]))
+            with pytest.raises(LayerCorrupt):
+                await copier.copy_whole(source, fd, whole, streams=streams, nice=0)
+            written(source, data[:-1])
+            with pytest.raises(LayerCorrupt):
+                await copier.copy_whole(source, fd, whole, streams=streams, nice=0)
+        finally:
+            os.close(fd)
+    unwritable = os.open(source, os.O_RDONLY)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        await copier.copy_whole(source, unwritable, whole, streams=streams, nice=0)
+    os.close(unwritable)
+
+
+async def test_many_metadata_images_at_the_same_time(copier: Copier, tmp_path: Path) -> None:
+    images = [random.Random(number).randbytes(1_000_000 + number) for number in range(40)]
+
+    async def one(number: int) -> None:
+        source = written(tmp_path / f"image{number}", images[number])
+        fd = os.open(tmp_path / f"to{number}", os.O_RDWR | os.O_CREAT)
+        try:
+            assert await copier.copy_telling(source, fd, 1 << 26, streams=16, nice=0) == digest(images[number])
+        finally:
+            os.close(fd)
+        assert (tmp_path / f"to{number}").read_bytes() == images[number]
+
+    await asyncio.gather(*map(one, range(40)))
 
 
 @pytest.mark.root
@@ -188,7 +221,7 @@ def test_packets_that_are_no_jobs_are_refused(tmp_path: Path) -> None:
     assert library
     source = written(tmp_path / "pack", bytes(4 * KIB))
     path = os.fsencode(source) + b"\0"
-    chunk = module._CHUNK.pack(0, 4 * KIB, hashlib.sha256(bytes(4 * KIB)).digest())
+    chunk = module._CHUNK.pack(0, 4 * KIB, 0, digest(bytes(4 * KIB)))
     good = module._JOB.pack(7, 0, 0, 1, len(path), 0, 0) + chunk + path
     rng = random.Random(5)
     packets = [

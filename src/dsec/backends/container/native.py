@@ -1,9 +1,9 @@
 """Compiles zygote, guest, holder, cells, copier, and what is loaded into warm parents and VMMs, with the system's C
 compiler, once per version of their sources.
 
-Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so,stem.so,follow.so}`, where the digest
-covers the sources, the flags and the compiler. The sources come with the package (`dsec/_native` in a wheel, `native/`
-in a checkout), so the wheel is pure Python and the client needs no compiler.
+Owns `<state>/native/<digest>/{zygote,guest,holder,pager,cells,copier,warm.so,stem.so,follow.so,far.so}`, where the
+digest covers the sources, the flags and the compiler. The sources come with the package (`dsec/_native` in a wheel,
+`native/` in a checkout), so the wheel is pure Python and the client needs no compiler.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ PROGRAMS = ("guest", "zygote", "holder", "pager", "cells")
 WARM = "warm.so"
 COPIER = "copier"
 STEM_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra")
-"""Of what is loaded into a VMM of the system's, with the system's C library."""
+"""Of what is loaded into a program of the system's, with the system's C library."""
 STEM = "stem.so"
 FOLLOW_FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-fstack-protector-strong", "-Wall", "-Wextra")
 """Of what is loaded into the server itself."""
 FOLLOW = "follow.so"
+FAR = "far.so"
+"""Of the benchmarks."""
 
 
 def source_dir() -> Path:
@@ -64,11 +66,13 @@ def build_native(state: Path) -> Path:
         version + repr((compiler, FLAGS, SHARED_FLAGS, DYNAMIC_FLAGS, STEM_FLAGS, FOLLOW_FLAGS)).encode()
     )
     for path in sorted(
-        p for part in ("common", *PROGRAMS, COPIER, "warm", "stem", "follow") for p in (source / part).glob("*.[ch]")
+        p
+        for part in ("common", *PROGRAMS, COPIER, "warm", "stem", "follow", "far")
+        for p in (source / part).glob("*.[ch]")
     ):
         digest.update(str(path.relative_to(source)).encode() + b"\0" + path.read_bytes())
     target = state / "native" / digest.hexdigest()[:16]
-    if all((target / name).exists() for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW)):
+    if all((target / name).exists() for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW, FAR)):
         return target
     log.info("compiling the programs in C; this happens once for a version")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +85,14 @@ def build_native(state: Path) -> Path:
                 (DYNAMIC_FLAGS, sorted((source / COPIER).glob("*.c")), COPIER),
                 (STEM_FLAGS, sorted((source / "stem").glob("*.c")), STEM),
                 (FOLLOW_FLAGS, [source / "follow" / "follow.c"], FOLLOW),
+                (STEM_FLAGS, [source / "far" / "far.c"], FAR),
             ):
                 jobs.append(pool.submit(_compile, [system, *flags], files, made / name))
         for job in jobs:
             job.result()
         Path(temporary, STEM).chmod(0o755)  # a VMM reads it, as a user of its own
         target.mkdir(exist_ok=True)
-        for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW):
+        for name in (*PROGRAMS, COPIER, WARM, STEM, FOLLOW, FAR):
             (Path(temporary) / name).replace(target / name)
     return target
 

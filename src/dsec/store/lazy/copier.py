@@ -32,12 +32,9 @@ MOST_CHUNKS = 256
 """Of one job."""
 _JOB = struct.Struct("=QQQIIiI")
 """id, token, offset in the source, count, bytes of the path, nice, kind."""
-COPY, PART, CHECK, _HASTEN, WHOLE, _PLAN, _WITHDRAW, UPTO, TELL = range(9)
-"""Kinds of jobs: copy what has these digests; copy what is checked later; check a file's content, copying nothing; copy
-one chunk of any size, which may be wrong in the target where that fails; as `PART`, as far as the source goes; as
-`UPTO`, and tell the digest."""
-_CHUNK = struct.Struct("=QIxxxx32s")
-"""offset in the target, size, digest."""
+COPY, WHOLE, TELL, _HASTEN, _PLAN, _WITHDRAW = range(6)
+_CHUNK = struct.Struct("=QII32s")
+"""offset in the target, size, streams, digest."""
 _DONE = struct.Struct("=QIiII32s")
 """id, where, error, copied, told, digest."""
 _COPIED, _SOURCE, _SHORT, _WRONG, _TARGET, _REFUSED, _ALL = range(7)
@@ -116,6 +113,7 @@ class Copier:
         nice: int,
         token: int = 0,
         kind: int = COPY,
+        streams: int = 0,
     ) -> int:
         """Chunks that follow each other from `offset` of a file on, to their places in the file `target` (a descriptor,
         which may be closed at once), at this priority; then `done` is called, once. `token`: of a read that waits for
@@ -124,7 +122,9 @@ class Copier:
         self._numbers += 1
         path = os.fsencode(source) + b"\0"
         head = _JOB.pack(self._numbers, token, offset, len(chunks), len(path), nice, kind)
-        packet = b"".join((head, *(_CHUNK.pack(*chunk) for chunk in chunks), path))
+        packet = b"".join(
+            (head, *(_CHUNK.pack(offset, size, streams, digest) for offset, size, digest in chunks), path)
+        )
         self._put(channel, packet, [target], _Job(source, chunks, done))
         return self._numbers
 
@@ -134,15 +134,28 @@ class Copier:
             self._backlog.append((packet, [*map(os.dup, descriptors)]))
         self._jobs[self._numbers] = job
 
-    def copy_telling(self, source: Path, target: int, most: int, *, nice: int) -> asyncio.Future[bytes]:
-        """A file, or at most so many bytes of it, to the begin of the file `target` (a descriptor, which may be closed
-        at once). The future's result: the SHA-256 of what was copied; else as `Outcome` says. Raises `CopierGone`."""
+    def copy_whole(self, source: Path, target: int, whole: Chunk, *, streams: int, nice: int) -> asyncio.Future[None]:
+        """A file of any size to the begin of the file `target` (a descriptor, which may be closed at once); so many
+        parts of it are read at the same time. It is worth nothing where the future's result is an error: as
+        `Outcome` says. Raises as `copy`."""
+        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(outcome: Outcome) -> None:
+            settle(copied, None, outcome.error)
+
+        self.copy(source, 0, [whole], target, done, nice=nice, kind=WHOLE, streams=streams)
+        return copied
+
+    def copy_telling(self, source: Path, target: int, most: int, *, streams: int, nice: int) -> asyncio.Future[bytes]:
+        """The same of a file that may be anything, or at most so many bytes of it. The future's result: the SHA-256 of
+        what was copied."""
         told: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def done(outcome: Outcome) -> None:
             settle(told, outcome.digest, outcome.error)
 
-        self.copy(source, 0, [Chunk(0, most, bytes(32))], target, done, nice=nice, kind=TELL)
+        whole = Chunk(0, most, bytes(32))
+        self.copy(source, 0, [whole], target, done, nice=nice, kind=TELL, streams=streams)
         return told
 
     def plan(self, blob: int, descriptors: Sequence[int]) -> asyncio.Future[None]:

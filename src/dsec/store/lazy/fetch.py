@@ -36,7 +36,7 @@ from dsec.store.format import (
     trace_key,
 )
 from dsec.store.lazy.cache import CachedLayer, open_new, put_new
-from dsec.store.lazy.copier import CHECK, PART, UPTO, WHOLE, Copier, CopierGone, Outcome, settle
+from dsec.store.lazy.copier import Copier, CopierGone, Outcome
 from dsec.store.lazy.trace import decode_trace, load_trace
 from dsec.store.threads import started_pool
 
@@ -48,6 +48,8 @@ RUN_BYTES = 1 << 20
 """One request to the store asks for no more."""
 STREAMS = 8
 """Requests ahead of readers at the same time."""
+CHUNK_STREAMS = 16
+"""The same of the copier, whose requests are for a chunk each, or a part of a metadata image."""
 NEAR_STREAMS = min(4, max(2, (os.cpu_count() or 1) // 2))
 """The same where the store answers at once: then they cost computing only, and a reader's own would wait for it."""
 NICE = -10
@@ -62,7 +64,8 @@ _PART_BYTES = 256 << 10
 _GUESS_BYTES = _PARTS * _PART_BYTES
 """Of a far image are asked for before it is known how large it is."""
 _GUESSED = range(0, _GUESS_BYTES, _PART_BYTES)
-_NEAR_GUESS_BYTES = 64 << 20
+_MOST_GUESSED = 64 << 20
+"""By the copier."""
 _THREADS = 4
 """That verify and write."""
 _ATTEMPTS = 4
@@ -74,9 +77,9 @@ class _Guess(NamedTuple):
     """What came of a metadata image whose digest wasn't known yet."""
 
     parts: Sequence[bytes] = ()
-    """From its begin on, where they aren't in the file."""
+    """From its begin on; none: it is in the file."""
     digest: bytes = b""
-    """Of all that is in the file; empty: not known."""
+    """Of what is in the file; empty: nothing that is worth anything."""
 
 
 class _Run:
@@ -207,8 +210,8 @@ class Fetcher:
         self._start_queued()
 
     def guess(self, layer: str, path: Path) -> asyncio.Task[_Guess]:
-        """Ask for a layer's metadata image before its digest and size are known, at the same time as for the manifest.
-        All of it, or of a far store's the first `_GUESS_BYTES`, as far as it can be had."""
+        """Ask for a layer's metadata image before its digest and size are known, at the same time as for the manifest:
+        by the copier for `_MOST_GUESSED`, else, of a far store, for the first `_GUESS_BYTES`."""
         return create_task(self._guess(image_key(layer), path))
 
     async def _guess(self, key: str, path: Path) -> _Guess:
@@ -216,8 +219,10 @@ class Fetcher:
         if self._copier is not None and source is not None:
             target = open_new(path)
             try:
-                with contextlib.suppress(CopierGone):
-                    return await self._guess_into(self._copier, source, target)
+                with contextlib.suppress(CopierGone, DsecError, OSError):
+                    streams = self._image_streams
+                    told = self._copier.copy_telling(source, target, _MOST_GUESSED, streams=streams, nice=NICE)
+                    return _Guess(digest=await told)
             finally:
                 os.close(target)
         elif not self.near:
@@ -225,17 +230,6 @@ class Fetcher:
             got = await asyncio.gather(*gets, return_exceptions=True)
             return _Guess([part for part in got if isinstance(part, bytes)])
         return _Guess()
-
-    async def _guess_into(self, copier: Copier, source: Path, target: int) -> _Guess:
-        if not self.near:
-            parts = [Chunk(at, _PART_BYTES, bytes(32)) for at in _GUESSED]
-            jobs = [self._begin(copier, source, target, part, UPTO) for part in parts]
-            await asyncio.gather(*jobs, return_exceptions=True)
-            return _Guess()
-        try:
-            return _Guess(digest=await copier.copy_telling(source, target, _NEAR_GUESS_BYTES, nice=NICE))
-        except (DsecError, OSError):
-            return _Guess()
 
     async def metadata(self, layer: str, manifest: Manifest, path: Path, guessed: asyncio.Task[_Guess]) -> None:
         """The metadata image into a file, which is good only where this returns. Raises `NotFound`, `Unavailable`,
@@ -252,68 +246,34 @@ class Fetcher:
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
         if guess.digest.hex() == manifest.metadata:
             return True
-        if size >= 1 << 32 or self.near:
+        had = min(size, _GUESS_BYTES)
+        if sum(map(len, guess.parts)) < had:
             return False
-        had, source = min(size, _GUESS_BYTES), self._store.file(key)
         rest = range(had, size, max(_PART_BYTES, -(-(size - had) // _PARTS)))
-        with contextlib.suppress(LayerCorrupt, CopierGone):
-            if self._copier is None or source is None:
-                if sum(map(len, guess.parts)) < had:
-                    return False
-                more = await asyncio.gather(*(self._store.get(key, at, min(rest.step, size - at)) for at in rest))
-                await asyncio.to_thread(_write_whole, path, [b"".join(guess.parts)[:had], *more], manifest.metadata)
-                return True
-            whole, target = Chunk(0, size, bytes.fromhex(manifest.metadata)), open_new(path)
-            try:
-                if os.fstat(target).st_size < had:
-                    return False
-                await self._copy_parts(self._copier, source, target, whole, rest)
-                os.truncate(target, size)
-                await self._begin(self._copier, path, target, whole, CHECK)
-                return True
-            finally:
-                os.close(target)
+        more = await asyncio.gather(*(self._store.get(key, at, min(rest.step, size - at)) for at in rest))
+        with contextlib.suppress(LayerCorrupt):
+            await asyncio.to_thread(_write_whole, path, [b"".join(guess.parts)[:had], *more], manifest.metadata)
+            return True
         return False
 
     async def _metadata(self, manifest: Manifest, path: Path) -> None:
         key, size = metadata_key(manifest.metadata), manifest.metadata_bytes
-        step = max(_PART_BYTES, -(-size // _PARTS))
         source = self._store.file(key) if size < 1 << 32 else None
         if self._copier is not None and source is not None:
-            whole = Chunk(0, size, bytes.fromhex(manifest.metadata))
             with contextlib.suppress(CopierGone):
-                return await self._copy_whole(self._copier, source, path, whole, size if self.near else step)
+                return await self._copy_whole(self._copier, source, path, manifest)
+        step = max(_PART_BYTES, -(-size // _PARTS))
         parts = (self._store.get(key, at, min(step, size - at)) for at in range(0, size, step))
         image = await asyncio.gather(*parts)
         await asyncio.to_thread(_write_whole, path, image, manifest.metadata)
 
-    @staticmethod
-    def _begin(copier: Copier, source: Path, target: int, chunk: Chunk, kind: int) -> asyncio.Future[None]:
-        """Raises `CopierGone`."""
-        copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def done(outcome: Outcome) -> None:
-            settle(copied, None, outcome.error)
-
-        copier.copy(source, chunk.offset, [chunk], target, done, nice=NICE, kind=kind)
-        return copied
-
-    async def _copy_whole(self, copier: Copier, source: Path, path: Path, whole: Chunk, step: int) -> None:
-        target = open_new(path)
+    async def _copy_whole(self, copier: Copier, source: Path, path: Path, manifest: Manifest) -> None:
+        whole, target = Chunk(0, manifest.metadata_bytes, bytes.fromhex(manifest.metadata)), open_new(path)
         try:
             os.truncate(target, whole.size)  # a wrong guess may have been longer
-            if step == whole.size:  # read once
-                await self._begin(copier, source, target, whole, WHOLE)
-            else:
-                await self._copy_parts(copier, source, target, whole, range(0, whole.size, step))
-                await self._begin(copier, path, target, whole, CHECK)
+            await copier.copy_whole(source, target, whole, streams=self._image_streams, nice=NICE)
         finally:
             os.close(target)
-
-    async def _copy_parts(self, copier: Copier, source: Path, target: int, whole: Chunk, starts: range) -> None:
-        """What begins at `starts`; it isn't looked at."""
-        parts = [Chunk(at, min(starts.step, whole.size - at), whole.digest) for at in starts]
-        await asyncio.gather(*(self._begin(copier, source, target, part, PART) for part in parts))
 
     def described(self, layer: str) -> tuple[asyncio.Task[bytes], asyncio.Task[bytes], asyncio.Task[list[int]]]:
         """The manifest and the placement (not verified), and the trace, empty where there is none: all asked for now.
@@ -379,6 +339,15 @@ class Fetcher:
     def near(self) -> bool:
         """Whether the store answers at once."""
         return min(self._took_s, default=1.0) < NEAR_S
+
+    @property
+    def chunk_streams(self) -> int:
+        """So many single chunks are fetched ahead at the same time."""
+        return NEAR_STREAMS if self.near else CHUNK_STREAMS
+
+    @property
+    def _image_streams(self) -> int:
+        return 2 if self.near else CHUNK_STREAMS
 
     def _start_queued(self) -> None:
         streams = NEAR_STREAMS if self.near else STREAMS

@@ -137,8 +137,8 @@ class Filler:
                 served = await self._begin(layer)
             else:
                 served = await self._again(layer)
+                self._learn(served)
             served.users = True
-            self._learn(served)
             if not served.cached.missing:
                 self._finish(served)
         cached = served.cached
@@ -198,12 +198,15 @@ class Filler:
         `LayerCorrupt`."""
         cached = served.cached
         wanted = [index for index in trace if index < cached.manifest.chunk_count]
-        if not (self._copier is not None and self._questions.to_copier and self.fetcher.near and cached.missing):
+        if not (self._copier is not None and self._questions.to_copier and cached.missing):
             cached.check()
             self.fetcher.ahead(cached, wanted)
             return
         files = [file for pack in cached.placement.packs if (file := self._store.file(pack_key(pack))) is not None]
-        if len(files) != len(cached.placement.packs) or not await served.hand_over(self._copier, files, wanted):
+        streams = self.fetcher.chunk_streams
+        if len(files) != len(cached.placement.packs) or not await served.hand_over(
+            self._copier, files, wanted, streams
+        ):
             cached.check()
             self.fetcher.ahead(cached, wanted)
 

@@ -13,19 +13,20 @@ from pathlib import Path
 
 from dsec.store.lazy.cache import CachedLayer
 
-_HEAD = struct.Struct("=IIIIQ")
-"""noted, count, ahead, packs, bytes of the data."""
+_HEAD = struct.Struct("=IIIIQIxxxx")
+"""noted, count, ahead, packs, bytes of the data, streams."""
 
 
 class Plan:
     """Of one layer. Close it when it was withdrawn."""
 
-    def __init__(self, cached: CachedLayer, packs: Sequence[Path], ahead: Sequence[int]) -> None:
-        """`packs`: the files of the placement's. `ahead`: chunks to fetch before they are asked for."""
+    def __init__(self, cached: CachedLayer, packs: Sequence[Path], ahead: Sequence[int], streams: int) -> None:
+        """`packs`: the files of the placement's. `ahead`: chunks to fetch before they are asked for. `streams`: so many
+        at a time."""
         count = cached.manifest.chunk_count
         content = b"".join(
             (
-                _HEAD.pack(0, count, len(ahead), len(packs), cached.manifest.data_bytes),
+                _HEAD.pack(0, count, len(ahead), len(packs), cached.manifest.data_bytes, streams),
                 bytes(4 * count),
                 struct.pack(f"={len(ahead)}I", *ahead),
                 cached.manifest.chunks,

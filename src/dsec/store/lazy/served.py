@@ -44,11 +44,11 @@ class Served:
     def readahead(self) -> Readahead:
         return Readahead(self.cached.offsets)
 
-    async def hand_over(self, copier: Copier, packs: Sequence[Path], ahead: Sequence[int]) -> bool:
+    async def hand_over(self, copier: Copier, packs: Sequence[Path], ahead: Sequence[int], streams: int) -> bool:
         """Let the copier serve it; no read of it and no chunk may be with us. `packs`: the placement's, `ahead`: chunks
-        to fetch at once. False: it doesn't."""
+        to fetch at once, `streams`: so many at a time. False: it doesn't."""
         async with self._changing_hands:
-            plan = Plan(self.cached, packs, ahead)
+            plan = Plan(self.cached, packs, ahead, streams)
             try:
                 begun = copier.plan(self.number, (plan.descriptor, self.cached.data, self.cached.bitmap))
                 self.plan, self._copier = plan, copier
