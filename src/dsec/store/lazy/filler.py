@@ -152,8 +152,8 @@ class Filler:
         """A layer that is new here. What other nodes read of it is on its way before its metadata is here."""
         begun = self.cache.make()
         self._prepare_later()
+        guessed = self.fetcher.guess(layer, begun / "meta.erofs")  # first: it takes longest
         manifested, placed, traced = self.fetcher.described(layer)
-        guessed = self.fetcher.guess(layer, begun / "meta.erofs")
         try:
             manifest = await manifested
             decoded = decode_manifest(manifest, layer)
