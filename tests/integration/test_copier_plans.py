@@ -172,7 +172,7 @@ async def test_a_layer_changes_hands_in_the_order_in_which_it_was_said(asked: As
     """It is taken back while it is being handed over: what was said first is carried out first, by whichever thread."""
     served = Served(asked.cached, BLOB, None)
     for _ in range(300):
-        handed, _ = await asyncio.gather(served.hand_over(asked.copier, [asked.pack], ()), served.take_back())
+        handed, _ = await asyncio.gather(served.hand_over(asked.copier, [asked.pack], (), 2), served.take_back())
         assert handed, "the copier has it still"
         await served.take_back()
         assert asked.left() == (holder.SERVE, BLOB, 1)
