@@ -381,7 +381,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 class Stop:
-    """SIGTERM and SIGINT: before `wait` they cancel the task that makes this, in it they end it."""
+    """SIGTERM and SIGINT: before `wait` the first cancels the task that makes this, in it they end it. Others change
+    nothing: what tidies up isn't broken off."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -391,9 +392,9 @@ class Stop:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        self._event.set()
-        if self._opening is not None and not self._ready:
+        if self._opening is not None and not self._ready and not self._event.is_set():
             self._opening.cancel()
+        self._event.set()
 
     def end(self) -> None:
         """As a signal does."""

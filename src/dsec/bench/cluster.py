@@ -34,6 +34,7 @@ from dsec.bench.cluster_place import ClusterPlace, running
 from dsec.bench.meter import cpu_percent, cpu_s, resident_kib
 from dsec.bench.output import say, write_result
 from dsec.bench.rounds import percentile
+from dsec.bench.running import run_bench
 from dsec.cluster.bus import open_bus
 from dsec.cluster.credentials import read_credentials
 from dsec.cluster.wire import ORDER_S, Member, sign
@@ -80,7 +81,7 @@ class Plan(Struct, frozen=True):
 @click.option("--idle-s", type=click.FloatRange(0.5), default=20.0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def command(as_json: bool, **fields: Any) -> int:
-    result = uvloop.run(measure(Plan(**fields)))
+    result = run_bench(measure(Plan(**fields)), uvloop.new_event_loop)
     write_result(result, as_json=as_json)
     return 1 if result["failures"] else 0
 

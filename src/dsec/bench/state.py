@@ -18,6 +18,7 @@ from dsec.app import open_edge, open_layers
 from dsec.backends.container.host import Host
 from dsec.bench import load, log_overhead, state_files, state_memory
 from dsec.bench.output import say, write_result
+from dsec.bench.running import run_bench
 from dsec.configuration import read_config
 from dsec.rollout.server import default_state
 
@@ -66,8 +67,7 @@ def command(state: Path | None, as_json: bool, **given: Any) -> int:
         ),
         log=log_overhead.Plan(environment=environment, rounds=rounds, alone=given["alone"], parallel=given["parallel"]),
     )
-    with asyncio.Runner(loop_factory=load.event_loop()[1]) as runner:
-        result = runner.run(measure(plan, state or default_state()))
+    result = run_bench(measure(plan, state or default_state()), load.event_loop()[1])
     write_result(result, as_json=as_json)
     missed = not_met(result)
     if missed:

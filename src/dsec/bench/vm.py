@@ -25,6 +25,7 @@ from msgspec import Struct
 from dsec.app import open_machines
 from dsec.backends.microvm.backend import MicroVmBackend
 from dsec.bench.output import say, write_result
+from dsec.bench.running import run_bench
 from dsec.bench.vm_channel import transfers
 from dsec.bench.vm_fork import forks
 from dsec.bench.vm_full import full_machines
@@ -101,7 +102,7 @@ def command(  # noqa: PLR0917 (click passes by name)
     spec = SandboxSpec(
         environment=environment, backend="microvm", memory_bytes=memory_mib * MIB, disk_bytes=512 * MIB, cpus=1
     )
-    write_result(asyncio.run(measure(spec, clones, state, disk if full else None, at_once=at_once)), as_json=as_json)
+    write_result(run_bench(measure(spec, clones, state, disk if full else None, at_once=at_once)), as_json=as_json)
 
 
 def main(arguments: list[str]) -> int:
