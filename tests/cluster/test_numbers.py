@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from cluster_kit import Cluster, running
 from dsec.cluster.credentials import Credentials
 from dsec.cluster.numbers import settle
 from dsec.errors import Conflict, InvalidRequest
+from free_port import free_port
+from server_kit import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +63,13 @@ async def test_each_node_gets_a_number_of_its_own_and_keeps_it(cluster: Cluster,
         await settle(cluster.urls, keys, one, host="a")
     with pytest.raises(InvalidRequest, match=r"holds no edge-N\.json"):
         await settle(cluster.urls, tmp_path, one, host="a")
+
+
+def test_an_apiserver_whose_nats_server_is_alone_says_so_at_once(tmp_path: Path) -> None:
+    """It said nothing for half a minute, and then something about `dsec_members`."""
+    with running(tmp_path, [], servers=1, apiservers=0) as fresh:
+        command = [*fresh.command("apiserver", "apiserver"), "--port", str(free_port())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "is alone" in done.stderr
+    assert "--replicas 1" in done.stderr

@@ -44,7 +44,7 @@ from nats.js.kv import KV_DEL, KV_OP, KeyValue
 
 from dsec.cluster.credentials import Credentials
 from dsec.cluster.feeds import Feed, feed
-from dsec.errors import Unavailable
+from dsec.errors import InvalidRequest, Unavailable
 from dsec.sockets import CLUSTER_SILENCE_S, keep_alive
 
 T = TypeVar("T")
@@ -53,6 +53,8 @@ PATIENCE_S = 30.0
 """For what a server has to have before anything works."""
 MOVE_S = 10.0
 """Between two looks for a better server."""
+_NO_CLUSTER = 10074
+"""The server's word for: replicas, but no cluster."""
 HOPS = 4
 HOP_S = 5.0
 PENDING_BYTES = 8 << 20
@@ -452,12 +454,17 @@ def _keep_alive(client: Client) -> None:
 
 async def _patiently(name: str, make: Callable[[], Awaitable[T]], for_s: float = PATIENCE_S) -> T:
     """Several times: the servers may just be choosing who leads, or somebody else be making the same. Raises
-    `Unavailable`."""
+    `Unavailable`; `InvalidRequest` where more copies are asked for than the only server can keep."""
     deadline = time.monotonic() + for_s
     while True:
         try:
             return await make()
         except (NatsError, TimeoutError, OSError) as error:
+            if isinstance(error, APIError) and error.err_code == _NO_CLUSTER:
+                raise InvalidRequest(
+                    "the NATS server that was joined is alone, and keeps no second copy of the cluster's records",
+                    remedy="Start the apiserver with `--replicas 1`, or that server as one of three.",
+                ) from None
             if time.monotonic() > deadline:
                 raise Unavailable(f"{name!r} isn't there: {error or type(error).__name__}") from error
         await asyncio.sleep(0.5)
