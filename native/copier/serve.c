@@ -101,14 +101,12 @@ static void release(struct plan *p) {
 }
 
 static void queue(struct plan *p, struct ahead_range range) {
-    bool any = false;
     for (uint32_t i = range.begin; i < range.end; i++)
         if (p->states[i] == FREE && p->row_count < p->row_size && !has(p, i)) {
             p->states[i] = QUEUED;
             p->row[(p->row_first + p->row_count++) % p->row_size] = i;
-            any = true;
+            if (p->fetching + p->row_count <= p->head->streams) pthread_cond_signal(&queued); /* more threads than that have nothing to do */
         }
-    if (any) pthread_cond_broadcast(&queued);
 }
 
 static bool chunks_of(const struct plan *p, uint64_t offset, uint64_t count, uint32_t *first, uint32_t *last) {
@@ -141,7 +139,6 @@ static bool fill(struct plan *p, uint64_t offset, uint64_t count, int nice) {
         if (!here) p->states[i] = FLYING;
         if (!decided) { /* the reader's own is taken first */
             decided = true;
-            queue(p, (struct ahead_range){i + 1, last + 1});
             queue(p, ahead_file(&p->ahead, first));
             queue(p, ahead_read(&p->ahead, first, last));
         }
