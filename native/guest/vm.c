@@ -453,6 +453,7 @@ void vm_serve(bool again) {
     guest.service = true;
     if (again) port_again();
     else port_open();
+    vm_say_to("/proc/sys/kernel/panic", "-1"); /* restart, which the VMM sees: a kernel that stands still tells nobody */
     vm_say_to("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
     mkdir(GROUPS_DIR, 0755);
     machine_id = open("/etc/machine-id", O_WRONLY | O_NOFOLLOW | O_CLOEXEC);

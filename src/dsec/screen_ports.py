@@ -53,7 +53,7 @@ class CheckpointHost(Protocol):
         ...
 
     def reserve_revert(self, sandbox_id: str, handle: Handle, name: str) -> Handle:
-        """Choose names for `revert`, as `reserve` does. Raises `NotFound`."""
+        """Choose names for `revert`, as `reserve` does. Raises `NotFound`, `Internal` where it is damaged."""
         ...
 
     async def revert(self, sandbox_id: str, spec: SandboxSpec, handle: Handle, before: Handle) -> Instance:

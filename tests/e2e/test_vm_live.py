@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import struct
 import time
@@ -17,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from dsec import AsyncClient, AsyncSandbox
-from dsec.errors import Conflict, InvalidRequest, NotFound, SandboxEnded, Unsupported
+from dsec.errors import Conflict, Internal, InvalidRequest, NotFound, SandboxEnded, Unsupported
 from dsec.spec.causes import Cause
 from dsec.spec.sandbox import SandboxSpec, State
 from dsec.spec.tripwires import MaskedRule, PathRule, ProcessRule, Rule, Severity
@@ -43,6 +44,7 @@ private = true
 [hosts]
 "echo.example" = ["{ADDRESS}"]
 """
+COUNTING = "n=0; while sleep 0.2; do n=$((n+1)); echo $n > /dev/shm/next; mv /dev/shm/next /dev/shm/count; done"
 DECOY = "/root" + "/.ssh/id_rsa"
 TABLET = """
 import json, pathlib, struct
@@ -234,13 +236,19 @@ async def test_a_machine_is_a_debian_with_systemd(client: AsyncClient, small: Sa
     assert box.info.accel == "tcg"
     await box.pause()
     assert await said(box, "echo it goes on") == "it goes on"
-    for machine, end in ((box, "systemctl poweroff"), (other, "kill -9 -1")):
+    third = await client.create(small)
+    for machine, end, why in (
+        (box, "systemctl poweroff", "shut down"),
+        (other, "kill -9 -1", ""),
+        (third, "echo c > /proc/sysrq-trigger", "the kernel inside panicked"),
+    ):
         await machine.commands.start(end)
         deadline = time.monotonic() + PATIENCE_S
         while (await machine.refresh()).state is not State.ENDED:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
         assert machine.info.cause is Cause.GUEST_EXITED
+        assert why in machine.info.message
 
 
 async def test_keys_and_clicks(client: AsyncClient, small: SandboxSpec) -> None:
@@ -280,7 +288,7 @@ async def test_the_serial_console(client: AsyncClient, small: SandboxSpec) -> No
 async def test_checkpoints(server: Server, client: AsyncClient, small: SandboxSpec) -> None:
     box = await client.create(small)
     await said(box, "echo one > /root/state; echo one > /dev/shm/state")
-    runs = await box.commands.start("n=0; while sleep 0.2; do n=$((n+1)); echo $n > /dev/shm/count; done", key="loop")
+    runs = await box.commands.start(COUNTING, key="loop")
     drawing = await drawn(box, "printf '\\033[?25l\\033[2J\\033[H'; yes '*=*=*=*=*=*=*=*=*=*=*=*' | head -20")
     made = await box.checkpoints.create("one")
     assert made.memory_bytes > 0
@@ -319,6 +327,11 @@ async def test_checkpoints(server: Server, client: AsyncClient, small: SandboxSp
         assert [each.name for each in await box.checkpoints.all()] == ["one"]
         await box.checkpoints.revert("one")
         assert await said(box, "cat /root/state /dev/shm/state") == "one\none"
+        for disk in (server.config.run / "volume/full").glob("m*.template"):
+            os.truncate(disk, 1 << 20)
+        with pytest.raises(Internal, match="no way back to 'one'"):
+            await box.checkpoints.revert("one")
+        assert await said(box, "cat /root/state") == "one", "it ended for nothing"
 
 
 async def test_a_disk_without_our_guest(

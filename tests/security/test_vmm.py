@@ -183,6 +183,22 @@ async def test_a_launcher_whose_start_was_cancelled_is_known(backend: MicroVmBac
     assert len(launchers(node.host.run)) == 1
 
 
+async def test_a_launcher_that_was_shut_down_is_gone(tmp_path: Path) -> None:
+    """Not about to be: what it holds takes a while to go, and who undoes all of a host looks then."""
+    late = f"{IDLE}import time\ntime.sleep(1)\n"
+    with subprocess.Popen([sys.executable, "-c", late, str(tmp_path / "one.sock")]) as launcher:  # noqa: ASYNC220
+        client = LauncherClient(on_exit=lambda *_: None, on_lost=lambda: None)
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await client.connect(tmp_path / "one.sock")
+                    break
+                except Unavailable:  # it doesn't listen yet
+                    await asyncio.sleep(0.05)
+        await client.shutdown()
+        assert launcher.poll() == 0
+
+
 async def test_a_launcher_of_another_version_is_ended(tmp_path: Path) -> None:
     async def answer() -> list[str]:
         said = []

@@ -37,6 +37,9 @@ class EdgeConfig(Struct, frozen=True, kw_only=True):
     """How long a backend may take for one creation."""
     lost_grace_s: float = 1.0
     """How long a sandbox whose channel broke may take to say why it ended."""
+    silence_s: float = 30.0
+    """How long a command may run beyond its time limit before its guest is asked for a sign of life, and how long that
+    may take."""
     shutdown_timeout_s: float = 60.0
     recheck_s: float = 0.5
     """How often real memory and disk are looked at again while creations wait for them."""

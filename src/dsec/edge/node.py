@@ -40,6 +40,7 @@ from dsec.edge.runs import Runs
 from dsec.edge.sandbox import info_of
 from dsec.edge.screens import ScreenCalls
 from dsec.edge.settling import end_all, settle
+from dsec.edge.silent import Silent
 from dsec.edge.specs import resolve
 from dsec.edge.stillness import Stillness
 from dsec.edge.streams import HeldStream, HeldWatch, hold_stream, hold_watch
@@ -194,6 +195,7 @@ class Edge(KeptCalls, FileCalls, ScreenCalls, Clustered):
                 await edge._networks.adopt(sandbox)
                 await edge._tripwires.adopt(sandbox)
             edge._runs.start()
+            tasks.spawn(Silent(lives=edge._lives, clock=clock, config=config, tasks=tasks).watch())
             edge._open = True
             undo.pop_all()
         return edge

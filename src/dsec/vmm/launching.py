@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class LauncherClient:
         self._on_lost = on_lost
         self._ops = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
+        self._pid = -1
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -96,6 +98,7 @@ class LauncherClient:
         except BaseException:
             self.close()
             raise
+        self._pid = found["pid"]
         return LauncherState(
             found["epoch"],
             found["live"],
@@ -187,9 +190,20 @@ class LauncherClient:
         await self._ask("drop", key=key)
 
     async def shutdown(self) -> None:
-        """End it and all its VMMs."""
-        await self._ask("shutdown")
-        self.close()
+        """End it and all its VMMs; it is gone then, and not about to be: what it holds takes a moment to go."""
+        gone = -1
+        try:
+            with contextlib.suppress(OSError):
+                gone = os.pidfd_open(self._pid)
+            await self._ask("shutdown")
+            self.close()
+            if gone >= 0:
+                poll = select.poll()
+                poll.register(gone, select.POLLIN)
+                await asyncio.to_thread(poll.poll, _ANSWER_S * 1000)
+        finally:
+            if gone >= 0:
+                os.close(gone)
 
     def close(self) -> None:
         """Let go of it; it goes on. Idempotent."""

@@ -55,6 +55,13 @@ class Template(Struct, frozen=True):
         """Its descriptors."""
         return [self.memory, self.state, *(each for each in (self.own, self.screen) if each >= 0)]
 
+    def has_disk(self, size: int) -> bool:
+        """Whether it is there, and whole."""
+        try:
+            return self.disk.stat().st_size == size
+        except OSError:
+            return False
+
     def open_memory(self) -> int:
         """A descriptor of all its memory in one file; blocks."""
         return os.dup(self.memory) if self.own < 0 else whole(self.memory, self.own)
@@ -105,7 +112,7 @@ class TemplateCache:
         found = self._open.pop(key, None)
         if found is not None:
             self._open[key] = found  # the last used is the last to go
-            if _has(found.disk, size.disk_bytes):
+            if found.has_disk(size.disk_bytes):
                 return found
             log.warning("a template's disk was removed or cut: it is made again")
             await self.discard(found)
@@ -265,13 +272,6 @@ class TemplateCache:
                 return None
             undo.pop_all()
             return Template(key, found[0], found[1], self.disk(key), note.machine)
-
-
-def _has(disk: Path, size: int) -> bool:
-    try:
-        return disk.stat().st_size == size
-    except OSError:
-        return False
 
 
 def seal(fd: int) -> None:

@@ -58,6 +58,11 @@ class GuestEnd:
             self._loop.remove_writer(self._fd)
             self._socket.close()
 
+    def fall_silent(self) -> None:
+        """Hear and say nothing more; the connection stays."""
+        self.synced = False
+        self._loop.remove_reader(self._fd)
+
     def send(self, frame: bytes) -> None:
         if not self._queue:
             try:

@@ -285,6 +285,11 @@ class FakeGuest:
             self._channel.close()
         self._channel = GuestEnd(self, sock)
 
+    def fall_silent(self) -> None:
+        """As one that is in hostile hands, or whose kernel stands still."""
+        if self._channel is not None:
+            self._channel.fall_silent()
+
     def die(self) -> None:
         """Everything in it ends at once, unannounced. Idempotent."""
         if self.dead:

@@ -23,6 +23,7 @@ from dsec.backends.vm.node import Full, FullNode, Seat
 from dsec.channel import SocketChannel, Spool
 from dsec.errors import (
     Conflict,
+    Internal,
     InvalidRequest,
     NotFound,
     QuotaExceeded,
@@ -265,13 +266,18 @@ class VmBackend(MachineBackend[FullNode, FullInstance]):
 
     def reserve_revert(self, sandbox_id: str, handle: Handle, name: str) -> Handle:
         """As in `screen_ports.CheckpointHost`."""
-        self._kept(sandbox_id, name)
+        moment = self._kept(sandbox_id, name).moment
+        if not self.moments.get(moment).template.has_disk(handle["disk_bytes"]):  # the machine would end for nothing
+            raise Internal(
+                f"there is no way back to {name!r}: the checkpoint's disk was removed or cut on the node",
+                remedy="The machine goes on; make another checkpoint.",
+            )
         groups = self.node.machines.group_shape(handle["memory_bytes"], handle["cpus"])
         return handle | {
             "vm": f"v{secrets.token_hex(8)}",
             "slot": self.node.pool.reserve(groups),
             "token": new_token().hex(),
-            "capture": self._kept(sandbox_id, name).moment,
+            "capture": moment,
         }
 
     async def revert(self, sandbox_id: str, spec: SandboxSpec, handle: Handle, before: Handle) -> FullInstance:

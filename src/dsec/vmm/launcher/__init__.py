@@ -5,7 +5,7 @@ Run as a program by the path of this package, without the rest of dsec: `launche
 background when it does, and ends by `shutdown`, or where nobody ever connects. Messages are JSON objects, descriptors
 travel beside them.
 
-    hello                        -> {"epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
+    hello                        -> {"pid", "epoch", "version", "live": {id: pid}, "ended": {id: end}, "held": [key...]}
     spawn id argv uid cgroups fds nofile fsize  + descriptors -> {"pid"} or {"error"}
         The first `cgroups` descriptors are cgroup.procs files to enter, the others become 3, 4, ... of the VMM.
         With `library` it loads the last descriptor (native/stem/stem.c); with `stem`, too, it becomes one.
@@ -24,7 +24,7 @@ of their own (`userfaultfd`).
 This module is what server and launcher share.
 """
 
-VERSION = 4
+VERSION = 5
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""
 UIDS = 1 << 20

@@ -115,7 +115,7 @@ class Launcher:
         try:
             match request["do"]:
                 case "hello":
-                    done = {"epoch": self.epoch, "version": VERSION, "live": self.live}
+                    done = {"pid": os.getpid(), "epoch": self.epoch, "version": VERSION, "live": self.live}
                     done |= {"ended": self.ended, "held": list(self.held)}
                 case "spawn":
                     done = {"pid": self.spawn(request, fds)}
