@@ -98,7 +98,7 @@ class LauncherClient:
         except BaseException:
             self.close()
             raise
-        self._pid = found["pid"]
+        self._pid = found.get("pid", -1)  # older ones don't say it, and machines shall go on over an upgrade
         return LauncherState(
             found["epoch"],
             found["live"],

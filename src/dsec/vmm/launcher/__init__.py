@@ -24,7 +24,7 @@ of their own (`userfaultfd`).
 This module is what server and launcher share.
 """
 
-VERSION = 5
+VERSION = 4
 UID_BASE = 1 << 30
 """VMMs run as users of their own from here on, far from those of containers."""
 UIDS = 1 << 20
