@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import dsec
@@ -71,6 +72,9 @@ def test_a_group_is_started_linked_and_ended_as_one(client: dsec.Client) -> None
         again = dsec.Group.create(services, name="one", client=client)
         assert again.sandbox("db").id == group.sandbox("db").id
         assert len(again.sandbox("db").commands.list()) == 1
+        other = msgspec.structs.replace(APP_SERVICE, command="sleep 1")
+        with pytest.raises(Conflict, match="'app' of group 'one' was started with another command"):
+            dsec.Group.create({"app": other, "db": DB_SERVICE}, name="one", client=client)
         found = dsec.Group.find("one", client=client)
         assert {name: info.id for name, info in found.refresh().items()} == {
             name: group.sandbox(name).id for name in services
@@ -84,6 +88,20 @@ def test_a_group_is_started_linked_and_ended_as_one(client: dsec.Client) -> None
     assert {info.state for info in found.refresh().values()} == {"ended"}
     with pytest.raises(NotFound):
         dsec.Group.find("one", client=client)
+
+
+def test_a_check_looks_at_the_command_where_there_is_no_other(client: dsec.Client) -> None:
+    commands = {"runs": "sleep infinity", "broke": "no-such-program", "done": "true", "none": None}
+    services = {name: dsec.Service(spec="debian", command=command) for name, command in commands.items()}
+    with dsec.Group.create(services, name="checked", client=client) as group:
+        for name in ("broke", "done"):
+            group.sandbox(name).commands.attach("dsec.service").wait()
+        found = dsec.Group.find("checked", client=client)
+        for each in (group, found):
+            assert each.check() == {"runs": True, "broke": False, "done": True, "none": True}
+        group.sandbox("runs").commands.attach("dsec.service").kill()
+        group.sandbox("runs").commands.attach("dsec.service").wait()
+        assert found.check()["runs"] is False
 
 
 @pytest.mark.parametrize(

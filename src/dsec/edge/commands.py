@@ -336,6 +336,7 @@ class Commands:
             raise Conflict(
                 f"the key {key!r} was used for a different command",
                 remedy="A key goes with one request; use a new one.",
+                key_used=True,
             )
         return await self.attach(sandbox, key)
 

@@ -477,6 +477,7 @@ def check_same(recorded: Recorded, guest_key: bytes) -> None:
         raise Conflict(
             f"the key {recorded.key!r} was used for a different command",
             remedy="A key goes with one request; use a new one.",
+            key_used=True,
         )
 
 

@@ -19,7 +19,7 @@ from dsec.sdk._commands import argv_of
 from dsec.sdk._results import CommandResult
 from dsec.sdk._sandbox import AsyncSandbox
 from dsec.spec.groups import GROUP_LABEL, Health, Service, health_of, in_order, sandbox_of
-from dsec.spec.sandbox import SandboxInfo
+from dsec.spec.sandbox import SandboxInfo, State
 
 if TYPE_CHECKING:
     from dsec.sdk._client import AsyncClient
@@ -118,7 +118,8 @@ class AsyncGroup:
         return {name: await sandbox.refresh() for name, sandbox in self._sandboxes.items()}
 
     async def check(self) -> Checks:
-        """Whether each service is ready now: one check of its health, where it has one, else whether it lives."""
+        """Whether each service is ready now: one check of its health, where it has one, else whether its command runs
+        or has ended with 0."""
         names = list(self._sandboxes)
         results = await asyncio.gather(*(self._ready(name) for name in names))
         return dict(zip(names, results, strict=True))
@@ -147,7 +148,15 @@ class AsyncGroup:
         if service.command is not None:
             argv = ["/bin/sh", "-c", _TO_LOG, "sh", *argv_of(service.command)]
             commands = self._sandboxes[name].commands
-            command = await commands.start(argv, key=KEY, command_timeout_s=_FOR_EVER_S)
+            try:
+                command = await commands.start(argv, key=KEY, command_timeout_s=_FOR_EVER_S)
+            except Conflict as error:
+                if not error.details.get("key_used"):
+                    raise
+                raise Conflict(
+                    f"service {name!r} of group {self.name!r} was started with another command",
+                    remedy=f"End the group first (`dsec group down {self.name}`), or give this one another name.",
+                ) from None
         if service.health is None:
             return
         ended = None if command is None else asyncio.ensure_future(command.wait())
@@ -176,9 +185,28 @@ class AsyncGroup:
         sandbox = self._sandboxes[name]
         try:
             health = health_of((await sandbox.refresh()).spec)
-            return sandbox.info.ended_at is None and (health is None or await self._passes(name, health))
+            if sandbox.info.ended_at is not None:
+                return False
+            return await (self._works(name) if health is None else self._passes(name, health))
         except DsecError:
             return False
+
+    async def _works(self, name: str) -> bool:
+        sandbox = self._sandboxes[name]
+        if sandbox.info.state is State.PAUSED:
+            return True  # to ask would make it go on
+        try:
+            command = await sandbox.commands.attach(KEY)
+        except NotFound as error:
+            if type(error) is not NotFound:
+                raise
+            return True  # it has none
+        try:
+            if any(each.key == KEY for each in await sandbox.commands.list()):
+                return True
+            return (await command.wait()).exit_code == 0
+        finally:
+            await command.detach()
 
     async def _passes(self, name: str, health: Health) -> bool:
         sandbox = self._sandboxes[name]

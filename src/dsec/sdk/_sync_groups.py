@@ -67,7 +67,8 @@ class Group(Wrapper):
         return call(self._async.refresh())
 
     def check(self) -> Checks:
-        """Whether each service is ready now: one check of its health, where it has one, else whether it lives."""
+        """Whether each service is ready now: one check of its health, where it has one, else whether its command runs
+        or has ended with 0."""
         return call(self._async.check())
 
     def kill(self) -> None:
