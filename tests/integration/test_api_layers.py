@@ -115,6 +115,7 @@ def everything(name: str, environment: str) -> list[tuple[str, str, bytes]]:
         ("POST", "/v1/environments", body({"name": "mine", "layers": [f"env:{environment}"]})),
         ("GET", f"/v1/environments/{environment}", b""),
         ("DELETE", f"/v1/environments/{environment}", b""),
+        ("POST", "/v1/layers:packages", body({"name": "mine@1", "packages": ["tree"], "on": environment})),
         ("POST", build, dockerfile(f"FROM {name}")),
         ("POST", build, dockerfile(f"FROM {environment}")),
         ("POST", build, dockerfile(f"FROM scratch\nCOPY --from={name} / /")),

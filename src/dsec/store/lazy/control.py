@@ -71,6 +71,8 @@ class Control:
                 task.add_done_callback(self._tasks.discard)
         except (ConnectionError, msgspec.MsgspecError, ValueError) as error:
             log.warning("control connection: %r", error)
+        except asyncio.CancelledError:  # the filler ends; a cancelled handler is a traceback of asyncio's in the log
+            pass
         finally:
             self._listeners.discard(writer)
             writer.close()
