@@ -477,6 +477,8 @@ def undo_host(*, state: Path | None = None, packages: bool = False) -> list[str]
     async def end_all() -> None:
         async with open_edge(config, keep=False):
             pass
+        if not config.store:  # an earlier server that had one may have left a holder and its filler
+            await LazyLayers(cache=config.cache, run=config.run, filler=[], way=config.lazy).close(keep=False)
 
     try:
         with disk_refusing():

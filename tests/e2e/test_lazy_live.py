@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +152,28 @@ def test_a_name_that_another_node_changes_means_the_new_thing_soon(
                 break
         assert time.monotonic() < deadline
         time.sleep(2)
+
+
+def test_undo_without_the_store_ends_what_filled_layers(
+    clients: tuple[Client, Client], shared: Path, debian_store: Path, tmp_path: Path
+) -> None:
+    """A third node that is killed; whoever takes it back doesn't name the store."""
+    files = publish(clients[0], tmp_path, "third")
+    state = node(debian_store, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSEC_STORE", str(shared))
+        with serving(state, on_exit="keep") as server:
+            endpoint = server.endpoint()
+            with Client(endpoint.url, endpoint.api_key) as client:
+                assert client.create("third").files.read_bytes("/data/data0") == files["data0"]
+                server.kill()
+            assert processes(server, "holder")
+            patch.delenv("DSEC_STORE")
+            command = [sys.executable, "-m", "dsec.cli.main", "host", "undo"]
+            done = subprocess.run(command, env=server.environment(), capture_output=True, text=True, check=False)
+            assert "FAILED" not in done.stdout + done.stderr
+            assert not server.config.run.exists()
+            assert processes(server, "holder") + processes(server, "filler") == []
 
 
 def processes(server: Server, what: str) -> list[int]:
