@@ -212,6 +212,7 @@ async def test_what_is_no_plan_is_refused(asked: Asked) -> None:
     for field in range(5):  # the head's: noted, count, ahead, packs, bytes
         for value in (0xFFFFFFFF, 0x7FFFFFFF, 1000):
             bad.append(good[: 4 * field] + value.to_bytes(4, "little") + good[4 * field + 4 :])
+    bad.append(good[:24] + bytes(4) + good[28:])  # no streams
     sizes = 32 + 4 * 5 + 4
     bad.append(good[:sizes] + (300 * KIB).to_bytes(4, "little") + good[sizes + 4 :])
     bad.append(good[:sizes] + (0).to_bytes(4, "little") + good[sizes + 4 :])
