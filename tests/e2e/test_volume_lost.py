@@ -24,6 +24,7 @@ from server_kit import PATIENCE_S, Server, serving, until
 pytestmark = pytest.mark.root
 
 SMALL = SandboxSpec(environment="debian", memory_bytes=256 << 20, disk_bytes=256 << 20, pids=64)
+WRITE = "dd if=/dev/urandom of=/more bs=1M count=8 2>/dev/null"
 
 
 @pytest.fixture
@@ -42,18 +43,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> list[Path]:
-    """Take all that is free, root's reserve too."""
+    """Take all that is free, root's reserve too. The last file is small."""
     files = [disk / "large", disk / "rest"]
     stat = os.statvfs(disk)
     with files[0].open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize - (4 << 20))
-    with files[1].open("wb", buffering=0) as file:
+    top_up(files[1])
+    return files
+
+
+def top_up(path: Path) -> None:
+    """Take what is left."""
+    with path.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(1 << 20))
         except OSError:
             pass
-    return files
 
 
 def read_only(server: Server) -> bool:
@@ -74,12 +80,11 @@ async def test_a_full_disk_below_the_volume(small_disk: Path, state_over: Callab
         async with server.client() as client:
             kept = await client.create(SMALL)
             assert (await kept.commands.run(["sh", "-c", "echo precious >/kept; sync"])).exit_code == 0
+            # One command that is on record already: a full disk has no room for another's record.
+            await kept.commands.start(["sh", "-c", f"while :; do {WRITE}; sync; sleep 0.2; done"])
             fillers = fill(small_disk)
-            for _ in range(40):
-                if read_only(server):
-                    break
-                await kept.commands.run(["sh", "-c", "dd if=/dev/urandom of=/more bs=1M count=8; sync; sleep 0.2"])
-            assert read_only(server), "the kernel gave the volume up"
+            await asyncio.to_thread(until, lambda: read_only(server))
+            fillers[1].unlink()
             failed = await kept.commands.run(["sh", "-c", "echo x >/more"])
             assert (failed.exit_code, failed.infra, failed.cause) == (2, True, Cause.INFRA_IMAGE)
             with pytest.raises(Unavailable, match="the data volume has failed"):
@@ -87,6 +92,7 @@ async def test_a_full_disk_below_the_volume(small_disk: Path, state_over: Callab
             status, why = ready(server)
             assert (status, "the data volume has failed" in why) == (503, True)
         server.kill()
+        top_up(fillers[1])
         said = len(server.log())
         refused = server.spawn()
         assert refused.wait(PATIENCE_S) == 3

@@ -178,9 +178,9 @@ async def test_who_stops_following_costs_nothing(server: Served) -> None:
     writer.write(request.encode())
     await reader.readuntil(b"created")
     log = server.edge._events._logs[box]
-    await until(lambda: log.waiters)
+    await until(lambda: log.news._waiters)
     writer.transport.abort()
-    await until(lambda: not log.waiters)
+    await until(lambda: not log.news._waiters)
 
 
 async def test_the_request_id_travels_to_the_event(server: Served) -> None:

@@ -85,7 +85,7 @@ class Host:
 
     def image_failures(self, layers: Sequence[str]) -> Callable[[], int]:
         """Counts the reads of these layers that failed. Where the data volume has, so does whatever is done."""
-        lazy, more = self.lazy, itertools.count()
+        lazy, more = self.lazy, itertools.count(1)  # the first counts too: what was known before is 0
         if lazy is None or not layers:
             return lambda: next(more) if self.volume.failed else 0
         lost = {layer: lazy.lost[layer] for layer in layers}
