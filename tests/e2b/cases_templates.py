@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def case_a_dockerfile_becomes_a_template(_):
         assert box.commands.run("stat -c %U /app/made ~user; echo $GREETING").stdout == "user\nuser\nhello world\n"
         assert box.get_info().cpu_count == 2
         assert box.get_info().memory_mb == 512
-        assert any("sleep 1000" in process.args for process in box.commands.list())
+        while not any("sleep 1000" in process.args for process in box.commands.list()):
+            time.sleep(0.1)  # it begins when the sandbox does, and nobody waits for it
         assert box.commands.run("id -un", user="root").stdout == "root\n"
     logs.clear()
     Template.build(template, name, on_build_logs=lambda e: logs.append(e.message))

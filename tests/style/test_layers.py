@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "dsec"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    "spec": 0, "errors": 0, "news": 0, "sockets": 0,
+    "spec": 0, "errors": 0, "news": 0, "sockets": 0, "tasks": 0,
     "lifecycle": 1, "ports": 1, "screen_ports": 1, "wire": 1, "plan": 1, "recipe": 1,
     "kernel": 2, "store": 2, "journal": 2, "channel": 2, "egress": 2, "vmm": 2,
     "backends": 3, "builder": 3, "edge": 3, "api": 3, "sdk": 3, "testing": 3, "rollout": 3, "grading": 3, "cluster": 3,

@@ -20,8 +20,8 @@ from dsec.channel.files import read_file, write_file
 from dsec.vmm.instance import MachineInstance
 from dsec.vmm.qemu import QemuControl
 
-TRANSFER = 32 << 20
-ROUNDS = 5
+TRANSFER = 16 << 20
+ROUNDS = 7
 _FILE = b"/dev/shm/file"
 _PIECE = 64 << 10
 _PORT = b"/dev/bench"

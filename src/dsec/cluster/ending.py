@@ -19,6 +19,7 @@ from dsec.cluster.wire import Member
 from dsec.edge.client import Page, Principal
 from dsec.errors import DsecError
 from dsec.plan.iam import below
+from dsec.tasks import ended
 
 LOOK_S = 15.0
 log = logging.getLogger("dsec.cluster")
@@ -41,9 +42,7 @@ class Endings:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     async def end(self, project: str, known: Sequence[str]) -> None:
         """End all sandboxes of a project and of those below it: of `known` ones, and of those that nodes tell of; what

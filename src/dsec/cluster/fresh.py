@@ -15,6 +15,7 @@ from typing import Any
 
 from dsec.cluster.bus import PULSE, Bucket, Bus
 from dsec.errors import Unavailable
+from dsec.tasks import ended
 
 CHECK_S = 3.0
 HEAR_S = 5.0
@@ -38,9 +39,7 @@ class Freshness:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     def within(self, limit_s: float) -> bool:
         """Whether a majority of the servers was heard of so lately."""

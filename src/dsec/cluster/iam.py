@@ -25,6 +25,7 @@ from dsec.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Un
 from dsec.plan.iam import Iam, below
 from dsec.spec.iam import Binding, Key, Project, Verb
 from dsec.spec.sandbox import NAME_PATTERN
+from dsec.tasks import ended
 
 OPERATOR = "default"
 """The project whose root keys reach all others, look at nodes and cordon them."""
@@ -75,9 +76,7 @@ class Authority:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     # --- may they? --------------------------------------------------------------------------------------------------
 

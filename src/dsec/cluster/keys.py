@@ -25,6 +25,7 @@ from dsec.plan.permissions import within
 from dsec.spec.iam import Key, Verb
 from dsec.spec.network import KeyPolicy
 from dsec.spec.sandbox import NAME_PATTERN
+from dsec.tasks import ended
 
 _ID_CHARACTERS = 16
 _MAX_LOOKERS = 256
@@ -87,9 +88,7 @@ class Keys:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     async def authenticate(self, bearer: str) -> Caller:
         """Whose key this is. Raises `Unauthenticated`, `Unavailable` before keys and projects are known, and when they

@@ -27,6 +27,7 @@ from dsec.errors import AdmissionTimeout, DsecError, Unavailable
 from dsec.plan.quota import Ledger, block, counted_in, give, raised, shrink, take, with_limit
 from dsec.plan.scheduler import Need, Scheduler
 from dsec.plan.watch import Health
+from dsec.tasks import ended
 
 GIVE_S = 5.0
 ASK_S = 0.25
@@ -64,9 +65,7 @@ class Ledgers:
 
     async def close(self) -> None:
         """Gives back what isn't used. Idempotent."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
         if self._holder.shares and self._bus.connected:
             for ledger in list(self._holder.shares):
                 await self._settle(ledger, keep=0)

@@ -47,6 +47,7 @@ from dsec.plan.scheduler import Part
 from dsec.spec.sandbox import SandboxInfo, SandboxSpec
 from dsec.spec.snapshots import SnapshotRequest
 from dsec.spec.trajectory import RebuildRequest
+from dsec.tasks import ended
 
 TRIES = 4
 """Nodes that are asked for one sandbox."""
@@ -103,9 +104,7 @@ class Moves:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     # --- where ------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from dsec.plan.iam import below
 from dsec.plan.scheduler import Scheduler
 from dsec.plan.watch import Health, Verdict
 from dsec.spec.cluster import NodeFacts, NodeReport, filled, sane_facts
+from dsec.tasks import ended
 
 TICK_S = 1.0
 PULSE_S = 2.7
@@ -84,9 +85,7 @@ class Nodes:
 
     async def close(self) -> None:
         """Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
 
     # --- what is known ----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from dsec.cluster.bus import Bucket
 from dsec.cluster.nodes import Nodes
 from dsec.errors import DsecError, InvalidRequest
 from dsec.plan.overflow import Machine, Overflow, OverflowPolicy, Phase, Seen, Step
+from dsec.tasks import ended
 
 TICK_S = 2.0
 LEAD_S = 20.0
@@ -95,10 +96,7 @@ class OverflowKeeper:
 
     async def close(self) -> None:
         """Idempotent. Hooks that run are killed; the next leader asks again."""
-        tasks = [*self._tasks, *self._hooks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended([*self._tasks, *self._hooks.values()])
 
     def _changed(self, key: str, record: Record | None, revision: int) -> None:
         if key == "leader":

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from dsec.cluster.bus import Bus
 from dsec.cluster.wire import ORDER_S
 from dsec.errors import Unavailable
+from dsec.tasks import ended
 
 HERE_S = 2.0
 FROZEN_S = 10.0
@@ -45,9 +46,7 @@ class Presence:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     def count(self) -> int:
         """Apiservers that are there, this one included."""

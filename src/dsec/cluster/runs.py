@@ -21,6 +21,7 @@ from dsec.cluster.wire import RunNews
 from dsec.errors import Unavailable
 from dsec.plan import leases
 from dsec.spec.runs import RunInfo, RunRequest
+from dsec.tasks import ended
 
 
 class RunRecord(Struct, frozen=True):
@@ -46,9 +47,7 @@ class ClusterRuns:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     async def open(self, project: str, asked: RunRequest) -> RunInfo:
         """A new epoch. Raises `Unavailable`."""

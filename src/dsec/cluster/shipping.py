@@ -36,6 +36,7 @@ from dsec.edge.trajectory import Trajectories
 from dsec.errors import DsecError, Unavailable
 from dsec.ports import BlobStore
 from dsec.spec.trajectory import EntryType, parse
+from dsec.tasks import ended
 
 LINGER_S = 0.03
 """What is written meanwhile goes into the same message."""
@@ -140,9 +141,7 @@ class Shipper:
                 async with asyncio.timeout(2.0):
                     while self.waiting and self._bus.connected and not self._failing:  # noqa: ASYNC110
                         await asyncio.sleep(LINGER_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
         if self._tasks:
             self._save()
         self._tasks = []

@@ -14,6 +14,7 @@ from dsec.api.exchange import Receive, Scope, Send
 from dsec.cluster.upstream import Upstream, node_socket, trust_of
 from dsec.cluster.wire import Member
 from dsec.errors import DsecError, ErrorBody, Unavailable, from_body
+from dsec.tasks import ended
 
 _CUT = 4000
 _line = msgspec.json.Encoder().encode
@@ -80,9 +81,7 @@ async def _pass(edge: aiohttp.ClientWebSocketResponse, receive: Receive, send: S
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
         await edge.close()
 
 

@@ -25,6 +25,7 @@ from dsec.cluster.upstream import Upstream
 from dsec.edge.client import Principal
 from dsec.errors import SandboxLost, SandboxNotFound, Unavailable
 from dsec.spec.trajectory import RebuildRequest
+from dsec.tasks import ended
 
 PAUSE_S = 0.02
 """Between two records: there may be many."""
@@ -55,9 +56,7 @@ class Sweeper:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await ended([self._task])
 
     async def _sweep_on(self) -> None:
         while True:

@@ -21,6 +21,7 @@ from dsec.cluster.upstream import Upstream
 from dsec.cluster.wire import Member
 from dsec.errors import Unavailable
 from dsec.sockets import CLUSTER_SILENCE_S, keep_alive
+from dsec.tasks import ended
 
 CONNECT_S = 3.0
 _STEP = 64 << 10
@@ -93,6 +94,4 @@ async def _first(*work: Coroutine[None, None, None]) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)

@@ -29,6 +29,7 @@ from dsec.edge.client import Principal
 from dsec.errors import DsecError, InvalidRequest, SandboxLost, Unavailable
 from dsec.sdk._http import ConnectFailed, Pool
 from dsec.sockets import CLUSTER_SILENCE_S, watched
+from dsec.tasks import ended
 
 CONNECT_S = 3.0
 PORT_KEY = "x-dsec-token"
@@ -81,9 +82,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(self._tasks)
         for _, pool in self._pools.values():
             await pool.close()
         if self._session is not None:
