@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-_AGAIN_S = 1.0
+_AGAIN_S = 5.0
+"""For a task that tidies up: another cancellation would break that off."""
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from dsec.tasks import ended
 
 
-async def test_a_task_that_loses_a_cancellation_ends_all_the_same() -> None:
+async def test_a_task_that_loses_a_cancellation_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.tasks._AGAIN_S", 0.01)
     lost = 0
 
     async def work() -> None:
